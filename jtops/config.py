@@ -1,0 +1,34 @@
+"""User settings: each is a context manager, a ``jax.config`` option and a ``JTOPS_*`` environment variable.
+
+    with jtops.config.implementation("interpret"):      # this thread, this block
+        y = jtops.softmax(x)
+    jax.config.update("jtops_implementation", "xla")    # whole process
+    JTOPS_IMPLEMENTATION=xla python train.py            # from outside
+
+``jtops.config.implementation.value`` reads the value in force.
+
+Every setting here changes what is traced, so every one is part of JAX's jit key *and* of its trace context: with either
+alone, or with a plain global, a jitted function silently keeps the choice it was first traced with.
+"""
+
+from jtops.core import compat
+
+__all__ = ["implementation", "interpret", "target"]
+
+implementation = compat.config_state(
+    "jtops_implementation",
+    "How ops run where the call itself does not say: 'triton' (the kernel; needs a GPU), 'xla' (the plain jax.numpy "
+    "reference), 'interpret' (the kernel, interpreted with NumPy on the host), or None: Triton on GPUs, XLA elsewhere.",
+    values=("triton", "xla", "interpret"),
+)
+
+target = compat.config_state(
+    "jtops_target",
+    "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
+    "lowering on a machine without that GPU. None: the device itself.",
+)
+
+
+def interpret():
+    """Context manager: run kernels in the interpreter. The same as ``implementation("interpret")``."""
+    return implementation("interpret")

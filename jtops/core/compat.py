@@ -1,0 +1,172 @@
+"""Every private or version-dependent name of jax, jaxlib and triton that jtops uses, and nothing else.
+
+Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows) the names below still exist: ``triton.jit``
+keeps the Python function so that op files import, and using a kernel raises one clear error.
+"""
+
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import jax
+from jax._src import config as jax_config
+from jax._src import core, dispatch
+from jax._src.callback import emit_python_callback
+from jax._src.lib import gpu_triton
+from jax.interpreters import ad, mlir
+
+MIN_JAX, MIN_TRITON = (0, 11, 2), (3, 6)
+
+__all__ = [
+    "HAS_TRITON",
+    "ad",
+    "apply_primitive",
+    "config_state",
+    "gpu_triton",
+    "host_callback",
+    "kernel_function",
+    "load_interpreter_module",
+    "manual_axes",
+    "needs_devices_to_lower",
+    "require_triton",
+    "shaped_array",
+    "symbolic_zero",
+    "tl",
+    "triton",
+    "vary_together",
+    "varying_axes",
+]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in text.split(".")[:3])
+
+
+if _version(jax.__version__) < MIN_JAX:
+    raise ImportError(f"jtops needs jax >= {'.'.join(map(str, MIN_JAX))}; found jax {jax.__version__}. Upgrade jax and jaxlib.")
+
+
+# ------------------------------------------------------------------------------------------------------------------- jax
+
+apply_primitive = dispatch.apply_primitive
+
+
+def config_state(name: str, doc: str, values: tuple[str, ...] | None = None) -> Any:
+    """A setting that JAX itself tracks: context manager, ``jax.config`` option, environment variable ``NAME``."""
+    keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
+    if values is not None:
+        return jax_config.optional_enum_state(name, list(values), None, doc, **keyed)
+
+    def check(value):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"jax.config.{name} must be a string or None; got {value!r}.")
+
+    return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+
+
+def needs_devices_to_lower(primitive) -> None:
+    """Lowering of `primitive` may build a custom_partitioning: without this mark JAX lowers it with no devices and asserts."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def varying_axes(x) -> frozenset[str]:
+    """Mesh axes over which `x`, a value or its type, differs from device to device inside shard_map."""
+    return (x if isinstance(x, core.ShapedArray) else jax.typeof(x)).manual_axis_type.varying
+
+
+def vary_together(arrays):
+    """Inside shard_map, mark every array as varying over the axes any of them varies over. The transpose of that mark is the
+    sum over devices that the gradient of a shared operand needs; without it, it would silently be missing."""
+    varying = frozenset().union(*map(varying_axes, arrays))
+    return [jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if (missing := varying - varying_axes(x)) else x for x in arrays]
+
+
+def shaped_array(shape, dtype, varying: frozenset[str] = frozenset()):
+    """The abstract value of a result that varies over `varying` mesh axes, in the mesh of the context."""
+    sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec())
+    return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying))
+
+
+def symbolic_zero(x):
+    """The zero tangent of `x`, never materialised."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
+    """(manual axes, all axes) when `ctx` lowers the body of a shard_map, else None."""
+    axes = ctx.module_context.axis_context
+    return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
+
+
+def host_callback(ctx, fn, *operands):
+    """Lower a call of the NumPy function `fn` on the host, on a platform whose buffers the host cannot address."""
+    results, _, _ = emit_python_callback(
+        ctx, fn, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
+    )
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------- triton
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.errors import CompilationError
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    from triton.runtime.jit import JITFunction
+
+    HAS_TRITON = True
+except ImportError as import_error:
+    HAS_TRITON = False
+    _why = str(import_error)
+
+    class _Absent:
+        """Stands for a Triton name at definition time: decorators keep their function, everything else is another of these."""
+
+        def __getattr__(self, name):
+            return _Absent()
+
+        def __call__(self, *args, **kwargs):
+            return args[0] if len(args) == 1 and isinstance(args[0], types.FunctionType) else _Absent()
+
+    triton = tl = _Absent()
+    GPUTarget = ASTSource = GluonASTSource = None
+    CompilationError = type("CompilationError", (Exception,), {})
+    JITFunction = GluonJITFunction = type("JITFunction", (), {})
+
+
+def require_triton() -> None:
+    """Raise unless a Triton that jtops can use is installed."""
+    if not HAS_TRITON:
+        raise ImportError(
+            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
+            f'implementation="xla". The import said: {_why}'
+        )
+    if _version(triton.__version__) < MIN_TRITON:
+        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
+
+
+def kernel_function(kernel) -> Any:
+    """The JITFunction of a kernel, whatever TRITON_INTERPRET made of the decorator; TypeError for anything else."""
+    require_triton()
+    if isinstance(kernel, JITFunction):
+        return kernel
+    if type(kernel).__name__ == "InterpretedFunction":  # TRITON_INTERPRET=1 was set when the kernel was decorated
+        if "_jtops_jit" not in vars(kernel):
+            kernel._jtops_jit = JITFunction(kernel.fn)
+        return kernel._jtops_jit
+    raise TypeError(f"triton_call: kernel must be a @triton.jit function; got {kernel!r} of type {type(kernel).__name__}.")
+
+
+def load_interpreter_module() -> Any:
+    """A private copy of Triton's interpreter module, so that its number formats can be replaced without touching Triton's."""
+    name = "triton.runtime._jtops_interpreter"
+    if name not in sys.modules:
+        original: Any = importlib.util.find_spec("triton.runtime.interpreter")
+        spec: Any = importlib.util.spec_from_file_location(name, original.origin)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -1,0 +1,129 @@
+"""A bound kernel into machine code for a target, once per process; Triton keeps it on disk between processes."""
+
+import dataclasses
+import inspect
+import re
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from jtops.core import compat
+from jtops.core.target import Target
+from jtops.core.types import Bound, Constexpr, Scalar, specialization
+from jtops.errors import KernelCompileError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CompiledKernel:
+    """Machine code and what a launch must know about it. `binary` is PTX text (CUDA) or an HSACO image (ROCm)."""
+
+    name: str
+    target: Target
+    binary: str | bytes
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    scratch_bytes: int
+    scratch_align: int
+    folded: frozenset[str]  # scalars compiled in because they equal 1: the launch leaves them out
+    triton_kernel: Any  # Triton's own object, for its intermediate texts
+
+
+_compiled: dict[Any, Future] = {}
+_lock = threading.Lock()  # guards the dict above, never held while compiling
+
+
+def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[tuple[str, Any], ...], target: Target):
+    """The compiled form of `kernel` with `bound` parameters; `types` names the Triton type of every array parameter.
+
+    Threads that ask for one kernel at the same time compile it once and share the result, or its error.
+    """
+    signature = {}
+    for name, param in bound:
+        signature[name] = types[name] if name in types else param.type if isinstance(param, Scalar) else param
+    attributes = tuple(specialization(param) is not None for _, param in bound)
+    ones = frozenset(
+        n for n, p in bound if isinstance(p, Scalar) and not isinstance(p.value, bool) and p.value == 1 and p.type == "i32"
+    )
+    key = (kernel.cache_key, tuple(signature.items()), attributes, ones, options, target)
+    with _lock:
+        future, mine = (_compiled[key], False) if key in _compiled else (_compiled.setdefault(key, Future()), True)
+    if mine:
+        try:
+            future.set_result(_compile(kernel, bound, signature, ones, dict(options), target))
+        except BaseException as error:
+            with _lock:
+                _compiled.pop(key, None)
+            future.set_exception(error)
+    return future.result()
+
+
+def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
+    try:
+        compiled, folded = _run_triton(kernel, bound, signature, ones, options, target), ones
+    except compat.CompilationError as error:
+        # Triton turns an integer 1 into a constant, which lets it see contiguous strides but has no methods: a kernel that
+        # writes n.to(...) compiles for every n but 1. Such a kernel gets the 1 as a number.
+        if not ones:
+            raise _compile_error(kernel, target, "front end (Python to Triton IR)", error) from error
+        try:
+            compiled, folded = _run_triton(kernel, bound, signature, frozenset(), options, target), frozenset()
+        except compat.CompilationError:
+            raise _compile_error(kernel, target, "front end (Python to Triton IR)", error) from error
+    meta = compiled.metadata
+    if meta.shared > target.max_shared_bytes:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: needs {meta.shared} bytes of shared memory, {target} has {target.max_shared_bytes} for a "
+            f"program; use smaller blocks or fewer stages. Options: {options}."
+        )
+    return CompiledKernel(
+        name=meta.name,
+        target=target,
+        binary=strip_ptx(compiled.asm["ptx"]) if target.platform == "cuda" else compiled.asm["hsaco"],
+        num_warps=meta.num_warps,  # warp specialisation raises it above the option: the launch needs this one
+        num_ctas=meta.num_ctas,
+        shared_bytes=meta.shared,
+        scratch_bytes=getattr(meta, "global_scratch_size", 0) or 0,
+        scratch_align=getattr(meta, "global_scratch_align", 1) or 1,
+        folded=folded,
+        triton_kernel=compiled,
+    )
+
+
+def _run_triton(kernel, bound, signature, folded, options, target):
+    constants = {n: p.value for n, p in bound if isinstance(p, Constexpr)} | dict.fromkeys(folded, 1)
+    source = (compat.GluonASTSource if isinstance(kernel, compat.GluonJITFunction) else compat.ASTSource)(
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else type_ for name, type_ in signature.items()},
+        constexprs={(i,): constants[name] for i, name in enumerate(signature) if name in constants},
+        attrs={(i,): attr for i, (name, p) in enumerate(bound) if name not in folded and (attr := specialization(p)) is not None},
+    )
+    try:
+        return compat.triton.compile(source, target=target.gpu_target, options=options)
+    except compat.CompilationError:
+        raise
+    except Exception as error:
+        stage = "ptxas" if type(error).__name__ == "PTXASError" else "back end (Triton IR to machine code)"
+        raise _compile_error(kernel, target, stage, error) from error
+
+
+def _compile_error(kernel, target, stage, error) -> KernelCompileError:
+    file, first = inspect.getsourcefile(kernel.fn), kernel.starting_line_number
+    line = getattr(getattr(error, "node", None), "lineno", None)
+    where, source = f"{file}:{first}", ""
+    if line is not None:  # counted by Triton from the line of `def`
+        offset = next(i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def ")) + line - 1
+        where, source = f"{file}:{first + offset}", f"\n    {kernel.raw_src[offset].strip()}"
+    return KernelCompileError(
+        f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {error}"
+    )
+
+
+_PTX_DEBUG_LINE = re.compile(r"^\s*(?:\.(?:loc|file)\s.*|\$L__(?:tmp|func_begin|func_end)\d+:|//.*)$")
+
+
+def strip_ptx(ptx: str) -> str:
+    """`ptx` without line tables and comments: smaller, quicker to launch, and the same on every host (line tables hold paths)."""
+    code = ptx.split("\n\t.section\t.debug", 1)[0]  # LLVM writes debug sections last
+    lines = (line.split("//", 1)[0].rstrip() for line in code.split("\n") if not _PTX_DEBUG_LINE.match(line))
+    return "\n".join(line for line in lines if line) + "\n"

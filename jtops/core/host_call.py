@@ -1,0 +1,90 @@
+"""Calling a NumPy function from a compiled CPU program: an XLA FFI handler written with ctypes.
+
+jax.pure_callback would do, but for two things: a callback cannot be emitted while XLA partitions a program (custom_partitioning
+drops it), and it puts an index into the program's text. This handler is one registered name; the function is found by a content
+key, so the text is stable and the call works wherever a custom call does. The structures are XLA's stable C interface
+(xla/ffi/api/c_api.h, API version 0.1 and later), which jaxlib ships.
+"""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from typing import Any
+
+import jax
+import numpy as np
+
+TARGET = "jtops_host_call"
+_INTERNAL_ERROR, _METADATA = 13, 1
+
+
+def _struct(name: str, **fields: Any) -> Any:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_HEAD: dict[str, Any] = {"struct_size": c_size_t, "extension": c_void_p}
+_Extension = _struct("Extension", struct_size=c_size_t, kind=c_int, next=c_void_p)
+_Version = _struct("Version", **_HEAD, major=c_int, minor=c_int)
+_Metadata = _struct("Metadata", struct_size=c_size_t, version=_Version, traits=c_uint32, state_type=c_int64)
+_MetadataExtension = _struct("MetadataExtension", base=_Extension, metadata=POINTER(_Metadata))
+_ErrorArgs = _struct("ErrorArgs", **_HEAD, message=c_char_p, code=c_int)
+_MakeError = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArgs))
+_Api = _struct("Api", **_HEAD, version=_Version, internal=c_void_p, make_error=_MakeError)
+_Buffer = _struct("Buffer", **_HEAD, dtype=c_int, data=c_void_p, rank=c_int64, dims=POINTER(c_int64))
+_Span = _struct("Span", ptr=c_void_p, size=c_size_t)
+_Buffers = _struct("Buffers", **_HEAD, size=c_int64, kinds=c_void_p, items=POINTER(POINTER(_Buffer)))
+_Attributes = _struct("Attributes", **_HEAD, size=c_int64, kinds=c_void_p, names=c_void_p, items=POINTER(POINTER(_Span)))
+_Frame = _struct(
+    "Frame",
+    **_HEAD,
+    api=POINTER(_Api),
+    context=c_void_p,
+    stage=c_int,
+    operands=_Buffers,
+    results=_Buffers,
+    attributes=_Attributes,
+    future=c_void_p,
+)
+
+_functions: dict[bytes, tuple[Callable, list, list]] = {}
+
+
+def _array(buffer, dtype: np.dtype) -> np.ndarray:
+    shape = tuple(buffer.dims[i] for i in range(buffer.rank))
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(buffer.data), dtype).reshape(shape)
+
+
+@ctypes.CFUNCTYPE(c_void_p, POINTER(_Frame))
+def _handler(frame_pointer):
+    frame = frame_pointer.contents
+    if frame.extension:
+        extension = ctypes.cast(frame.extension, POINTER(_MetadataExtension)).contents
+        if extension.base.kind == _METADATA:  # XLA asks which version of its interface this was written for
+            extension.metadata.contents.version.major, extension.metadata.contents.version.minor = 0, 1
+            return None
+    span = frame.attributes.items[0].contents
+    key = ctypes.string_at(span.ptr, span.size)
+    try:
+        if key not in _functions:
+            raise RuntimeError(f"interpreted kernel {key.decode()} was traced in another process; trace it in this one.")
+        function, operand_types, result_types = _functions[key]
+        operands = [_array(frame.operands.items[i].contents, t) for i, t in enumerate(operand_types)]
+        results = [_array(frame.results.items[i].contents, t) for i, t in enumerate(result_types)]
+        function(operands, results)
+        return None
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}".encode()
+        return frame.api.contents.make_error(_ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL_ERROR))
+
+
+jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_handler, c_void_p)), platform="cpu", api_version=1)
+
+
+def lower(ctx, *operands, key: str, function: Callable[[list[np.ndarray], list[np.ndarray]], None]):
+    """Lowering rule body: call ``function(operands, results)`` at run time. `key` must determine `function` by content."""
+    types = [[np.dtype(a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
+    _functions[key.encode()] = (function, types[0], types[1])
+    return jax.ffi.ffi_lowering(TARGET)(ctx, *operands, key=key)

@@ -1,0 +1,119 @@
+"""From the triton_call primitive to StableHLO: a launch record for the GPU, or a host call for the interpreter."""
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import zlib
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+
+from jtops.core import compat, host_call, interpret
+from jtops.core.compile import CompiledKernel, compile_kernel
+from jtops.core.target import Target, resolve
+from jtops.core.types import Operand, Result, Scalar, triton_type
+from jtops.errors import UnsupportedError
+
+LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
+
+
+def lower_gpu(ctx, *operands, call, platform):
+    """Lowering rule for cuda and rocm."""
+    if call.interpret:
+        return compat.host_callback(ctx, functools.partial(_interpreted, call, ctx.avals_out), *operands)
+    if compat.gpu_triton is None or not hasattr(compat.gpu_triton, "TritonKernel"):
+        raise UnsupportedError(
+            f"lowering for {platform} needs jaxlib's GPU plugin: install jtops[{platform}13] or jax-{platform}13-plugin."
+        )
+    compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
+    record = launch_record(call, compiled)
+    extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
+    rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect)  # row-major layouts by default
+    return rule(ctx, *operands, opaque=stored_zlib(record), **extra)
+
+
+def lower_host(ctx, *operands, call):
+    """Lowering rule for CPU and every other platform."""
+    if not call.interpret:
+        raise UnsupportedError(
+            f"triton_call of kernel {call.kernel.__name__}: lowering for {_platform(ctx)}, which runs no Triton kernels. "
+            "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU."
+        )
+    content = (call.kernel.cache_key, call.bound, call.grid, ctx.avals_in, ctx.avals_out)
+    key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
+    return host_call.lower(ctx, *operands, key=key, function=functools.partial(interpret.run, call.kernel, call.bound, call.grid))
+
+
+def _interpreted(call, out_avals, *operands):
+    outputs = [np.empty(a.shape, a.dtype) for a in out_avals]
+    interpret.run(call.kernel, call.bound, call.grid, [np.asarray(x) for x in operands], outputs)
+    return tuple(outputs)
+
+
+def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
+    """The machine code of a bound call."""
+    pointer = lambda aval: "*" + triton_type(aval.dtype)
+    types = {n: pointer(in_avals[p.index]) for n, p in call.bound if isinstance(p, Operand)}
+    types |= {n: pointer(out_avals[p.index]) for n, p in call.bound if isinstance(p, Result)}
+    return compile_kernel(call.kernel, call.bound, types, call.options, target)
+
+
+def launch_record(call, compiled: CompiledKernel) -> bytes:
+    """jaxlib's serialized launch: machine code, grid and parameters. Neither IR nor line tables: every launch parses it all."""
+    lib, rocm = compat.gpu_triton, compiled.target.platform == "rocm"
+    kernel = lib.TritonKernel(
+        compiled.name,
+        compiled.num_warps,
+        compiled.num_ctas,
+        compiled.shared_bytes,
+        _hsaco_file(compiled.binary) if rocm else compiled.binary,
+        "",
+        0 if rocm else compiled.target.arch,
+        *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
+    )
+    parameters = [
+        lib.create_scalar_parameter(p.value, p.type) if isinstance(p, Scalar) else lib.create_array_parameter(0, 16)
+        for name, p in call.bound
+        if isinstance(p, Operand | Result) or (isinstance(p, Scalar) and name not in compiled.folded)
+    ]
+    return lib.TritonKernelCall(kernel, *call.grid, parameters).to_proto(call.name, call.metadata)
+
+
+def stored_zlib(data: bytes) -> bytes:
+    """`data` as an uncompressed zlib stream: the same bytes whatever zlib Python has, and nothing to inflate at a launch."""
+    blocks = [data[i : i + 65535] for i in range(0, len(data), 65535)] or [b""]
+    body = b"".join(
+        bytes([i == len(blocks) - 1]) + len(b).to_bytes(2, "little") + (65535 - len(b)).to_bytes(2, "little") + b
+        for i, b in enumerate(blocks)
+    )
+    return b"\x78\x01" + body + zlib.adler32(data).to_bytes(4, "big")
+
+
+@functools.cache
+def _hsaco_directory() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="jtops-hsaco-")
+
+
+def _hsaco_file(image) -> str:
+    """jaxlib takes an HSACO by file name; the name is its content's hash."""
+    path = os.path.join(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
+    if not os.path.exists(path):
+        part = f"{path}.{os.getpid()}"
+        with open(part, "wb") as f:
+            f.write(image)
+        os.replace(part, path)
+    return path
+
+
+def _platform(ctx) -> str:
+    return (ctx.platforms or ctx.module_context.platforms)[0]
+
+
+def register(primitive) -> None:
+    """Install the rules."""
+    mlir.register_lowering(primitive, lower_host)
+    for platform in ("cuda", "rocm"):
+        mlir.register_lowering(primitive, functools.partial(lower_gpu, platform=platform), platform=platform)

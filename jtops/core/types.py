@@ -1,0 +1,121 @@
+"""The records that describe one kernel call, and how JAX dtypes and Python scalars are named in Triton."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+TRITON_TYPES = {
+    np.dtype(jax_type): name
+    for jax_type, name in {
+        jnp.bool_: "i1",
+        jnp.int8: "i8",
+        jnp.int16: "i16",
+        jnp.int32: "i32",
+        jnp.int64: "i64",
+        jnp.uint8: "u8",
+        jnp.uint16: "u16",
+        jnp.uint32: "u32",
+        jnp.uint64: "u64",
+        jnp.float16: "fp16",
+        jnp.bfloat16: "bf16",
+        jnp.float32: "fp32",
+        jnp.float64: "fp64",
+        jnp.float8_e4m3fn: "fp8e4nv",
+        jnp.float8_e5m2: "fp8e5",
+        jnp.float8_e4m3fnuz: "fp8e4b8",
+        jnp.float8_e5m2fnuz: "fp8e5b16",
+    }.items()
+}
+NUMPY_TYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
+
+
+# What one kernel parameter is bound to. A call is a tuple of these, in the order of the kernel's parameters.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """The call's array operand number `index`."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """The call's output number `index`."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number known when the call is traced; the launch carries it, the compiled kernel does not depend on it."""
+
+    value: bool | int | float
+    type: str
+
+
+class Constexpr:
+    """A compile-time constant. Equal only to a constant of the same type: True, 1 and 1.0 are three kernels; NaN equals NaN."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.key = (type(value), value if value == value else "nan")
+
+    def __eq__(self, other):
+        return isinstance(other, Constexpr) and self.key == other.key
+
+    def __hash__(self):
+        return hash(self.key)
+
+    def __repr__(self):
+        return f"Constexpr({self.value!r})"
+
+
+Param = Operand | Result | Scalar | Constexpr
+Bound = tuple[tuple[str, Param], ...]
+
+
+def triton_type(dtype) -> str:
+    """Triton's name of a JAX dtype; TypeError for a dtype Triton does not have."""
+    try:
+        return TRITON_TYPES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        supported = ", ".join(str(d) for d in TRITON_TYPES)
+        raise TypeError(f"dtype {dtype} has no Triton type; supported are {supported}.") from None
+
+
+def as_scalar(value: Any) -> Scalar | None:
+    """The typed scalar of a Python or NumPy number, None for anything else.
+
+    Integers take the first of i32, u32, i64, u64 that holds them. A float is fp32 unless only fp64 holds it (Triton's rule);
+    a NumPy scalar keeps the width of its own type where Triton launches know it.
+    """
+    if isinstance(value, np.generic):
+        if isinstance(value, np.float32):
+            return Scalar(float(value), "fp32")
+        value = value.item()
+    if isinstance(value, bool):  # before int: bool is one
+        return Scalar(value, "i1")
+    if isinstance(value, int):
+        for name, low, high in (("i32", -(2**31), 2**31), ("u32", 0, 2**32), ("i64", -(2**63), 2**63), ("u64", 0, 2**64)):
+            if low <= value < high:
+                return Scalar(value, name)
+        raise ValueError(f"integer overflow: {value} does not fit in 64 bits.")
+    if isinstance(value, float):
+        fp32 = np.finfo(np.float32)
+        fits = value == 0 or not math.isfinite(value) or fp32.tiny <= abs(value) <= fp32.max
+        return Scalar(value, "fp32" if fits else "fp64")
+    return None
+
+
+def specialization(param: Param) -> list | None:
+    """Triton's attribute of a parameter: arrays start on 16 bytes (XLA aligns more), sizes may divide by 16. None: no attribute."""
+    aligned = isinstance(param, Operand | Result) or (
+        isinstance(param, Scalar) and param.type not in ("i1", "fp32", "fp64") and param.value % 16 == 0
+    )
+    return [["tt.divisibility", 16]] if aligned else None

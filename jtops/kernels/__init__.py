@@ -1,0 +1,1 @@
+"""The curated ops, a file or a folder each; what they share is in `_lib`."""

@@ -1,0 +1,52 @@
+"""SPEC: what an op says about itself as data. Conformance tests, the lowering tier and benchmarks are driven by it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jtops.kernels._lib.launch import Config
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Input:
+    """A random operand: normal with `mean` and `std`, or boolean, true with probability `true`."""
+
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    std: float = 1.0
+    true: float | None = None
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """A float64 or bool array."""
+        if self.true is not None:
+            return rng.random(self.shape) < self.true
+        return rng.normal(self.mean, self.std, self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One call that the op must get right; `why` says what it is there to catch."""
+
+    id: str
+    inputs: tuple[Input | None, ...]
+    why: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Config | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """An op as data. `function` is the public function; ``tests/oracles.py`` has the truth under the op's name."""
+
+    name: str
+    function: Callable
+    small: Case  # for transforms
+    cases: tuple[Case, ...]  # for values and gradients
+    compiled: tuple[Case, ...]  # real sizes, compiled for every supported GPU
+    backward_kernels: int  # custom calls that the gradient of `small` adds
+    bytes_moved: Callable[..., int]  # (*operands, **options): fewest bytes the forward moves
+    flops: Callable[..., int]
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

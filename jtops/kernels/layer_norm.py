@@ -1,0 +1,277 @@
+"""layer_norm over the last axis. Bound by memory: one read and one write; the backward reads x and dy and writes dx."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jtops.core.compat import tl, triton
+from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib import checks
+from jtops.kernels._lib.device import own_row
+from jtops.kernels._lib.fused_op import fused_op
+from jtops.kernels._lib.launch import Config, Launch, Rows
+from jtops.kernels._lib.spec import Case, Input, Spec
+
+
+@triton.jit
+def _load(ptr, row, cols, n):
+    return tl.load(ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _affine(x_hat, scale_ptr, bias_ptr, scale_row, bias_row, cols, n, scale_offset):
+    """x_hat * (scale + scale_offset) + bias, of those that are there."""
+    if scale_ptr is not None:
+        x_hat = x_hat * (_load(scale_ptr, scale_row, cols, n) + scale_offset)
+    if bias_ptr is not None:
+        x_hat = x_hat + _load(bias_ptr, bias_row, cols, n)
+    return x_hat
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, scale_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
+    n, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
+    ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: one row. The variance is the mean of squared deviations from the mean, never E[x^2] - E[x]^2."""
+    row = tl.program_id(0).to(tl.int64)
+    scale_row = own_row(row, scale_inner, scale_own)
+    bias_row = own_row(row, bias_inner, bias_own)
+    cols = tl.arange(0, BLOCK_N)
+    if ONE_BLOCK:
+        x = _load(x_ptr, row, cols, n)
+        mean = tl.sum(x, 0) / n
+        centred = tl.where(cols < n, x - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, 0) / n + epsilon)
+        y = _affine(centred * rstd, scale_ptr, bias_ptr, scale_row, bias_row, cols, n, scale_offset)
+        tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n)
+    else:
+        acc = tl.zeros((BLOCK_N,), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            acc += _load(x_ptr, row, start + cols, n)
+        mean = tl.sum(acc, 0) / n
+        acc = tl.zeros((BLOCK_N,), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            centred = tl.where(start + cols < n, _load(x_ptr, row, start + cols, n) - mean, 0.0)
+            acc += centred * centred
+        rstd = tl.rsqrt(tl.sum(acc, 0) / n + epsilon)
+        for start in range(0, n, BLOCK_N):
+            x_hat = (_load(x_ptr, row, start + cols, n) - mean) * rstd
+            y = _affine(x_hat, scale_ptr, bias_ptr, scale_row, bias_row, start + cols, n, scale_offset)
+            tl.store(y_ptr + row * n + start + cols, y.to(y_ptr.dtype.element_ty), mask=start + cols < n)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _add_to_row(ptr, value, cols, n, first):
+    """Add `value` to a row of float32 that this program alone owns; the first time, write it."""
+    before = tl.load(ptr + cols, mask=(cols < n) & (not first), other=0.0)
+    tl.store(ptr + cols, before + value, mask=cols < n)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr, scale_ptr, g_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dbias_ptr,
+    n, scale_inner, scale_own, scale_offset, group_rows, parts, rows_per_part,
+    ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: one part of a group of rows that share scale and bias; dx of each row, and the part's sums of dscale and dbias.
+
+    With x_hat the normalised row and w = g * (scale + scale_offset): dx = rstd * (w - mean(w) - x_hat * mean(w * x_hat)), dscale
+    sums g * x_hat, dbias sums g. Loop invariant: dscale and dbias hold the sums over the rows before.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    group, part = pid // parts, pid % parts
+    first = part * rows_per_part
+    last = tl.minimum(first + rows_per_part, group_rows)
+    scale_row = own_row(group * group_rows, scale_inner, scale_own)
+    cols = tl.arange(0, BLOCK_N)
+    dscale = tl.zeros((BLOCK_N,), tl.float32)
+    dbias = tl.zeros((BLOCK_N,), tl.float32)
+    for i in range(first, last):
+        row = group * group_rows + i
+        mean = tl.load(mean_ptr + row)
+        rstd = tl.load(rstd_ptr + row)
+        if ONE_BLOCK:
+            g = _load(g_ptr, row, cols, n)
+            x_hat = tl.where(cols < n, (_load(x_ptr, row, cols, n) - mean) * rstd, 0.0)
+            w = _affine(g, scale_ptr, None, scale_row, 0, cols, n, scale_offset)
+            dx = rstd * (w - tl.sum(w, 0) / n - x_hat * (tl.sum(w * x_hat, 0) / n))
+            tl.store(dx_ptr + row * n + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n)
+            dscale += g * x_hat
+            dbias += g
+        else:
+            sum_w = tl.zeros((BLOCK_N,), tl.float32)
+            sum_wx = tl.zeros((BLOCK_N,), tl.float32)
+            for start in range(0, n, BLOCK_N):
+                g = _load(g_ptr, row, start + cols, n)
+                x_hat = (_load(x_ptr, row, start + cols, n) - mean) * rstd
+                w = _affine(g, scale_ptr, None, scale_row, 0, start + cols, n, scale_offset)
+                sum_w += w
+                sum_wx += w * x_hat
+            mean_w = tl.sum(sum_w, 0) / n
+            mean_wx = tl.sum(sum_wx, 0) / n
+            for start in range(0, n, BLOCK_N):
+                g = _load(g_ptr, row, start + cols, n)
+                x_hat = (_load(x_ptr, row, start + cols, n) - mean) * rstd
+                w = _affine(g, scale_ptr, None, scale_row, 0, start + cols, n, scale_offset)
+                dx = rstd * (w - mean_w - x_hat * mean_wx)
+                tl.store(dx_ptr + row * n + start + cols, dx.to(dx_ptr.dtype.element_ty), mask=start + cols < n)
+                if dscale_ptr is not None:
+                    _add_to_row(dscale_ptr + pid * n, g * x_hat, start + cols, n, i == first)
+                if dbias_ptr is not None:
+                    _add_to_row(dbias_ptr + pid * n, g, start + cols, n, i == first)
+    if ONE_BLOCK:
+        if dscale_ptr is not None:
+            tl.store(dscale_ptr + pid * n + cols, dscale, mask=cols < n)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + pid * n + cols, dbias, mask=cols < n)
+
+
+_PARTS = 512  # programs that sum parameter gradients: a few for each multiprocessor of the largest GPUs
+
+
+def _config(n: int, largest: int) -> Config:
+    block_n = min(next_power_of_2(n), largest)
+    return Config(BLOCK_N=block_n, num_warps=max(1, min(16, block_n // 256)))
+
+
+def _forward(launch: Launch, x, scale, bias):
+    r, n = x.shape
+    config = launch.config or _config(n, 16384)
+    _, scale_rows, bias_rows = (rows or Rows(1, 1, 1) for rows in launch.rows)
+    statistic = jax.ShapeDtypeStruct((r,), jnp.float32)
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype)] + [statistic] * (2 * launch.residuals)
+    absent: dict[str, Any] = {} if launch.residuals else {"mean_ptr": None, "rstd_ptr": None}
+    return tuple(
+        launch(
+            _forward_kernel, x, scale, bias, **absent, n=n, config=config, out_type=outs, grid=r, flops=8 * r * n,
+            scale_inner=scale_rows.inner, scale_own=scale_rows.own, bias_inner=bias_rows.inner, bias_own=bias_rows.own,
+            epsilon=launch.options["epsilon"], scale_offset=launch.options["scale_offset"], ONE_BLOCK=n <= config["BLOCK_N"],
+        )
+    )  # fmt: skip
+
+
+def _backward(launch: Launch, operands, saved, cotangents):
+    (x, scale, _), (mean, rstd), (g,) = operands, saved, cotangents
+    r, n = x.shape
+    config = launch.config or _config(n, 8192)
+    _, scale_rows, bias_rows = launch.rows
+    # Groups of neighbouring rows that share both parameters' rows; each is summed in parts.
+    both = [rows for rows in (scale_rows, bias_rows) if rows and rows.own > 1]
+    group_rows = min((rows.inner for rows in both), default=r)
+    groups = r // group_rows
+    rows_per_part = cdiv(group_rows, max(1, _PARTS // groups))
+    parts = cdiv(group_rows, rows_per_part)
+    sums = jax.ShapeDtypeStruct((groups * parts, n), jnp.float32)
+    wants = {"dscale_ptr": launch.wanted[1], "dbias_ptr": launch.wanted[2]}
+    absent: dict[str, Any] = {name: None for name, wanted in wants.items() if not wanted}
+    dx, *partial = launch(
+        _backward_kernel, x, scale, g, mean, rstd, **absent,
+        n=n, config=config, out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)] + [sums] * sum(wants.values()), grid=groups * parts,
+        scale_inner=scale_rows.inner if scale_rows else 1, scale_own=scale_rows.own if scale_rows else 1,
+        scale_offset=launch.options["scale_offset"], group_rows=group_rows, parts=parts, rows_per_part=rows_per_part,
+        ONE_BLOCK=n <= config["BLOCK_N"], flops=16 * r * n,
+    )  # fmt: skip
+
+    def complete(rows: Rows) -> jax.Array:
+        part = partial.pop(0).reshape(-1, n) if parts == 1 else partial.pop(0).reshape(groups, parts, n).sum(1)
+        return Rows(rows.outer, rows.own, rows.inner // group_rows).sum(part) if rows.own > 1 else part.sum(0, keepdims=True)
+
+    return dx, complete(scale_rows) if launch.wanted[1] else None, complete(bias_rows) if launch.wanted[2] else None
+
+
+def _reference(x, scale, bias, *, epsilon, scale_offset):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    xf = x.astype(wide)
+    mean = jnp.mean(xf, -1, keepdims=True)
+    centred = xf - mean
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + epsilon)
+    y = centred * rstd
+    if scale is not None:
+        y = y * (scale.astype(wide) + scale_offset)
+    if bias is not None:
+        y = y + bias.astype(wide)
+    return y.astype(x.dtype), mean[..., 0], rstd[..., 0]
+
+
+_layer_norm = fused_op("layer_norm", "n, n, n -> n", residuals="(), ()", reference=_reference, forward=_forward, backward=_backward,
+                       whole="n", limits=checks.kernel_floats, blocks="BLOCK_N")  # fmt: skip
+
+
+def layer_norm(
+    x: Float[Array, "*batch n"],
+    scale: Float[Array, " n"] | None = None,
+    bias: Float[Array, " n"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Float[Array, "*batch n"]:
+    """``(x - mean) / sqrt(variance + epsilon) * (scale + scale_offset) + bias`` over the last axis.
+
+    Mean and (biased, two-pass) variance are float32, and so is all arithmetic; float64 inputs compute in float64. Parameter
+    gradients are summed in float32 in two stages, with the same bits every time, and have their parameter's dtype.
+
+    Args:
+      x: floating array of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
+      scale, bias: of shape [n], of any floating dtype; None is ones and zeros, without the work.
+      epsilon: added to the variance; a plain number.
+      scale_offset: added to `scale`, for parameters stored around zero; unused without `scale`.
+      implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
+      config: block ``BLOCK_N`` (elements of a row at a time). None: chosen by size.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: not floating; `epsilon` or `scale_offset` traced.
+      ValueError: `x` without axes, or lengths that differ.
+      UnsupportedError: float64, where a kernel must run.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3.
+    """
+    x = checks.array("layer_norm", "x", x)
+    scale, bias = (None if v is None else checks.array("layer_norm", k, v) for k, v in (("scale", scale), ("bias", bias)))
+    checks.axes("layer_norm", x=(x, "... n"), scale=(scale, "n"), bias=(bias, "n"))
+    options: dict[str, Any] = {
+        "epsilon": checks.static_float("layer_norm", "epsilon", epsilon),
+        "scale_offset": checks.static_float("layer_norm", "scale_offset", scale_offset),
+    }
+    return _layer_norm(x, scale, bias, implementation=implementation, config=config, **options)[0]
+
+
+_N = Input((1000,))
+SPEC = Spec(
+    name="layer_norm",
+    function=layer_norm,
+    small=Case("small", (Input((2, 3, 8)), Input((8,)), Input((8,))), "all operands"),
+    cases=(
+        Case("full", (Input((3, 5, 257)), Input((257,)), Input((257,))), "rows and columns that fill no block"),
+        Case("bare", (Input((7, 48)), None, None), "no parameters"),
+        Case("scale", (Input((7, 48)), Input((48,)), None), "scale alone"),
+        Case("bias", (Input((7, 48)), None, Input((48,))), "bias alone"),
+        Case("vector", (_N, _N, _N), "no batch axis"),
+        Case("one", (Input((5, 1)), Input((1,)), Input((1,))), "a row of one element: bias, and gradient 0"),
+        Case("offset", (Input((7, 48)), Input((48,)), Input((48,))), "scale stored around zero", {"scale_offset": 1.0}),
+        Case("epsilon", (Input((7, 48), std=1e-2), Input((48,)), None), "epsilon as large as the variance", {"epsilon": 1e-4}),
+        Case("mean", (Input((5, 96), mean=100.0), Input((96,)), None), "mean far above the spread"),
+        Case("parts", (Input((1100, 6)), Input((6,)), Input((6,))), "parameter gradients summed in several parts"),
+        Case("blocks", (Input((5, 300)), Input((300,)), Input((300,))), "rows longer than a block", config=Config(BLOCK_N=64)),
+    ),
+    compiled=(
+        Case("short", (Input((65536, 256)), Input((256,)), Input((256,))), "short rows"),
+        Case("middle", (Input((8192, 4096)), Input((4096,)), Input((4096,))), "transformer width"),
+        Case("bare", (Input((8192, 4096)), None, None), "no parameters"),
+        Case("long", (Input((64, 131072)), Input((131072,)), Input((131072,))), "several blocks a row"),
+    ),
+    backward_kernels=1,
+    bytes_moved=lambda x, scale=None, bias=None, **_: 2 * x.nbytes + sum(p.nbytes for p in (scale, bias) if p is not None),
+    flops=lambda x, *_, **__: 8 * x.size,
+)

@@ -1,0 +1,239 @@
+"""softmax along one or several axes. Bound by memory: one read, one write; the backward reads two arrays and writes one."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jtops.core.compat import tl, triton
+from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib import checks
+from jtops.kernels._lib.device import own_row
+from jtops.kernels._lib.fused_op import fused_op
+from jtops.kernels._lib.launch import Config, Launch
+from jtops.kernels._lib.spec import Case, Input, Spec
+
+
+@triton.jit
+def _load(x_ptr, where_ptr, rows, where_rows, cols, mask, n, other, WHERE_N: tl.constexpr):
+    """A float32 tile of x; `other` where x is masked or does not exist. -> (tile, mask of what takes part)"""
+    if where_ptr is not None:
+        if WHERE_N:
+            mask = mask & (tl.load(where_ptr + where_rows[:, None] * n + cols[None, :], mask=mask, other=0) != 0)
+        else:
+            mask = mask & (tl.load(where_ptr + where_rows[:, None] + tl.zeros_like(cols)[None, :], mask=mask, other=0) != 0)
+    return tl.load(x_ptr + rows[:, None] * n + cols[None, :], mask=mask, other=other).to(tl.float32), mask
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, where_ptr, y_ptr, r, n, where_inner, where_own,
+    WHERE_N: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows. Loop invariant of the first pass: m is the row's maximum so far, s the sum of exp(x - m).
+
+    A row of nothing but -inf divides 0 by 0 and is NaN, as in jax.nn; a masked element is 0.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    where_rows = own_row(rows, where_inner, where_own)
+    cols = tl.arange(0, BLOCK_N)
+    if ONE_BLOCK:
+        inside = (rows < r)[:, None] & (cols < n)[None, :]
+        x, mask = _load(x_ptr, where_ptr, rows, where_rows, cols, inside, n, -float("inf"), WHERE_N)
+        m = tl.max(x, 1)
+        m = tl.where(m == -float("inf"), 0.0, m)
+        e = tl.exp(x - m[:, None])
+        y = tl.where(mask, e / tl.sum(e, 1)[:, None], 0.0)
+        tl.store(y_ptr + rows[:, None] * n + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    else:
+        m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        s = tl.zeros((BLOCK_M,), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            inside = (rows < r)[:, None] & (start + cols < n)[None, :]
+            x, mask = _load(x_ptr, where_ptr, rows, where_rows, start + cols, inside, n, -float("inf"), WHERE_N)
+            m_new = tl.maximum(m, tl.max(x, 1))
+            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+            s = s * tl.exp(m - m_safe) + tl.sum(tl.exp(x - m_safe[:, None]), 1)
+            m = m_new
+        m = tl.where(m == -float("inf"), 0.0, m)
+        for start in range(0, n, BLOCK_N):
+            inside = (rows < r)[:, None] & (start + cols < n)[None, :]
+            x, mask = _load(x_ptr, where_ptr, rows, where_rows, start + cols, inside, n, -float("inf"), WHERE_N)
+            y = tl.where(mask, tl.exp(x - m[:, None]) / s[:, None], 0.0)
+            tl.store(y_ptr + rows[:, None] * n + start + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    y_ptr, g_ptr, where_ptr, dx_ptr, r, n, where_inner, where_own,
+    WHERE_N: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows of dx = y * (g - mean of g weighted by y).
+
+    y is rounded to its dtype, so its row does not sum to exactly 1; dividing by the sum it does have keeps the gradient of a
+    constant cotangent at 0.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    where_rows = own_row(rows, where_inner, where_own)
+    cols = tl.arange(0, BLOCK_N)
+    if ONE_BLOCK:
+        inside = (rows < r)[:, None] & (cols < n)[None, :]
+        y, _ = _load(y_ptr, where_ptr, rows, where_rows, cols, inside, n, 0.0, WHERE_N)
+        g, _ = _load(g_ptr, where_ptr, rows, where_rows, cols, inside, n, 0.0, WHERE_N)
+        total = tl.sum(y, 1)
+        mean = tl.sum(y * g, 1) / tl.where(total == 0.0, 1.0, total)
+        dx = y * (g - mean[:, None])
+        tl.store(dx_ptr + rows[:, None] * n + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    else:
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        weighted = tl.zeros((BLOCK_M,), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            inside = (rows < r)[:, None] & (start + cols < n)[None, :]
+            y, _ = _load(y_ptr, where_ptr, rows, where_rows, start + cols, inside, n, 0.0, WHERE_N)
+            g, _ = _load(g_ptr, where_ptr, rows, where_rows, start + cols, inside, n, 0.0, WHERE_N)
+            total += tl.sum(y, 1)
+            weighted += tl.sum(y * g, 1)
+        mean = weighted / tl.where(total == 0.0, 1.0, total)
+        for start in range(0, n, BLOCK_N):
+            inside = (rows < r)[:, None] & (start + cols < n)[None, :]
+            y, _ = _load(y_ptr, where_ptr, rows, where_rows, start + cols, inside, n, 0.0, WHERE_N)
+            g, _ = _load(g_ptr, where_ptr, rows, where_rows, start + cols, inside, n, 0.0, WHERE_N)
+            dx = y * (g - mean[:, None])
+            tl.store(dx_ptr + rows[:, None] * n + start + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def _config(n: int) -> Config:
+    block_n = min(next_power_of_2(n), 8192)
+    return Config(
+        BLOCK_M=max(1, 1024 // block_n), BLOCK_N=block_n, num_warps=4 if block_n <= 2048 else 8 if block_n == 4096 else 16
+    )
+
+
+def _launch(launch: Launch, kernel, *arrays, where, out_type):
+    r, n = arrays[0].shape
+    config = launch.config or _config(n)
+    rows = launch.rows[1]
+    return launch(
+        kernel, *arrays, where_ptr=where, r=r, n=n, config=config, flops=5 * r * n, out_type=out_type,
+        where_inner=rows.inner if rows else 1, where_own=rows.own if rows else 1,
+        WHERE_N=where is not None and where.shape[1] != 1, ONE_BLOCK=n <= config["BLOCK_N"],
+        grid=cdiv(r, config["BLOCK_M"]),
+    )  # fmt: skip
+
+
+def _forward(launch: Launch, x, where):
+    # x has all rows: the public function broadcasts no further than x.
+    return (_launch(launch, _forward_kernel, x, where=where, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype)),)
+
+
+def _backward(launch: Launch, operands, saved, cotangents):
+    (y,), (g,) = saved, cotangents
+    return _launch(launch, _backward_kernel, y, g, where=operands[1], out_type=jax.ShapeDtypeStruct(y.shape, y.dtype)), None
+
+
+def _reference(x, where):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if where is None:
+        m = jnp.max(wide, -1, keepdims=True, initial=-jnp.inf)
+        e = jnp.exp(wide - jax.lax.stop_gradient(m))
+        return ((e / jnp.sum(e, -1, keepdims=True)).astype(x.dtype),)
+    wide = jnp.where(where, wide, -jnp.inf)
+    m = jnp.max(wide, -1, keepdims=True, initial=-jnp.inf)
+    some = jnp.any(where, -1, keepdims=True)  # rows with nothing left: all their elements are masked, and 0
+    e = jnp.exp(wide - jax.lax.stop_gradient(jnp.where(some, m, 0.0)))
+    y = e / jnp.where(some, jnp.sum(e, -1, keepdims=True), 1.0)
+    return (jnp.where(where, y, 0.0).astype(x.dtype),)
+
+
+_softmax = fused_op("softmax", "n, n -> n", reference=_reference, forward=_forward, backward=_backward, saves=(0,), whole="n",
+                    limits=checks.kernel_floats, blocks="BLOCK_M BLOCK_N")  # fmt: skip
+
+
+def softmax(
+    x: Float[Array, "*shape"],
+    axis: int | tuple[int, ...] = -1,
+    where: Bool[Array, "*#shape"] | None = None,
+    *,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Float[Array, "*shape"]:
+    """``exp(x) / sum(exp(x), axis)``, computed as ``exp(x - max(x))`` in float32; as ``jax.nn.softmax``.
+
+    A row without `where` that is all -inf, or has a NaN or +inf, is all NaN. The derivative is ``y * (g - sum(g * y))``.
+
+    Args:
+      x: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
+      axis: axis or axes whose elements sum to 1.
+      where: boolean, broadcastable to `x`: elements that take part. The others are 0, have gradient 0 and may hold anything.
+      implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
+      config: blocks ``BLOCK_M`` (rows) and ``BLOCK_N`` (elements of a row at a time). None: chosen by size.
+
+    Returns:
+      Array of the shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not floating, `where` not boolean.
+      ValueError: no such axis; `where` does not broadcast to `x`.
+      UnsupportedError: float64, where a kernel must run.
+
+    Source: online maximum and sum after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.
+    """
+    x = checks.array("softmax", "x", x)
+    axes = tuple(checks.axis_index("softmax", a, x.ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    if len(set(axes)) != len(axes) or not axes:
+        raise ValueError(f"softmax: axis must name one or more distinct axes; got {axis}.")
+    if where is not None:
+        where = checks.boolean("softmax", "where", where)
+        if where.ndim > x.ndim or any(w not in (1, s) for w, s in zip(where.shape[::-1], x.shape[::-1], strict=False)):
+            raise ValueError(f"softmax: where must broadcast to x; got where {where.shape}, x {x.shape}.")
+        where = where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
+    if axes == (x.ndim - 1,):
+        return _softmax(x, where, implementation=implementation, config=config)[0]
+
+    last = tuple(range(x.ndim - len(axes), x.ndim))
+    rows = lambda v: jnp.moveaxis(v, axes, last).reshape(*(s for i, s in enumerate(v.shape) if i not in axes), -1)
+    size = math.prod(x.shape[a] for a in axes)
+    if where is not None and any(where.shape[a] != x.shape[a] for a in axes) and any(where.shape[a] != 1 for a in axes):
+        where = jnp.broadcast_to(where, [x.shape[i] if i in axes else s for i, s in enumerate(where.shape)])
+    moved = jnp.moveaxis(x, axes, last)
+    y = _softmax(
+        moved.reshape(*moved.shape[: last[0]], size),
+        None if where is None else rows(where),
+        implementation=implementation,
+        config=config,
+    )
+    return jnp.moveaxis(y[0].reshape(moved.shape), last, axes)
+
+
+SPEC = Spec(
+    name="softmax",
+    function=softmax,
+    small=Case("small", (Input((3, 4, 8)), None), "several rows, a power of two"),
+    cases=(
+        Case("one", (Input((5, 1)), None), "a row of one element is 1, with gradient 0"),
+        Case("vector", (Input((1000,)), None), "no batch axis; odd length"),
+        Case("odd", (Input((3, 5, 257)), None), "rows and columns that fill no block"),
+        Case("large_values", (Input((4, 100), mean=1000.0, std=50.0), None), "exp overflows unless the maximum goes first"),
+        Case("axis0", (Input((33, 7)), None), "not the last axis", {"axis": 0}),
+        Case("axes", (Input((4, 5, 6)), None), "two axes, not neighbours", {"axis": (0, 2)}),
+        Case("where", (Input((6, 40)), Input((6, 40), true=0.5)), "each element masked by itself"),
+        Case("where_row", (Input((6, 40)), Input((40,), true=0.5)), "one mask for all rows"),
+        Case("where_column", (Input((6, 40)), Input((6, 1), true=0.5)), "whole rows masked: all zeros"),
+        Case("where_batch", (Input((3, 4, 40)), Input((3, 1, 40), true=0.7)), "a mask per batch element"),
+        Case("where_axes", (Input((4, 5, 6)), Input((4, 5, 1), true=0.7)), "a mask on moved axes", {"axis": (0, 2)}),
+        Case("blocks", (Input((3, 300)), None), "rows longer than a block: two passes", config=Config(BLOCK_M=2, BLOCK_N=64)),
+        Case(
+            "where_blocks", (Input((3, 300)), Input((3, 300), true=0.5)), "the same, masked", config=Config(BLOCK_M=2, BLOCK_N=64)
+        ),
+    ),
+    compiled=(
+        Case("short", (Input((65536, 256)), None), "several rows a program"),
+        Case("middle", (Input((8192, 4096)), None), "a row a program"),
+        Case("long", (Input((64, 131072)), None), "two passes"),
+        Case("where", (Input((8192, 4096)), Input((8192, 4096), true=0.5)), "mask"),
+    ),
+    backward_kernels=1,
+    bytes_moved=lambda x, where=None, **_: 2 * x.nbytes + (0 if where is None else where.nbytes),
+    flops=lambda x, where=None, **_: 5 * x.size,
+)
