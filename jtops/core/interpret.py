@@ -34,10 +34,18 @@ def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs: list[np.ndarra
         out[...] = mine
 
 
+_building = threading.Lock()  # a multi-device program starts its interpreters at once; functools.cache alone would build several
+
+
 @functools.cache
-def _machine() -> "_Machine":
+def _build_machine() -> "_Machine":
     compat.require_triton()
     return _Machine()
+
+
+def _machine() -> "_Machine":
+    with _building:
+        return _build_machine()
 
 
 class _Machine:

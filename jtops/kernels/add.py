@@ -189,6 +189,7 @@ def add(
 SPEC = Spec(
     name="add",
     function=add,
+    operands=("x", "y"),
     small=Case("small", (Input((2, 3, 5)), Input((5,))), "a row of y shared by all rows of x"),
     cases=(
         Case("same", (Input((7, 33)), Input((7, 33))), "no broadcasting: flat kernel, odd tail"),

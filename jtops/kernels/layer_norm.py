@@ -21,6 +21,12 @@ def _load(ptr, row, cols, n):
 
 
 @triton.jit
+def _mean(total, n):
+    """total / n, correctly rounded: the default division is not, and a gradient that cancels to 0 would not be 0."""
+    return tl.div_rn(total, tl.full((), n, tl.float32))
+
+
+@triton.jit
 def _affine(x_hat, scale_ptr, bias_ptr, scale_row, bias_row, cols, n, scale_offset):
     """x_hat * (scale + scale_offset) + bias, of those that are there."""
     if scale_ptr is not None:
@@ -43,21 +49,21 @@ def _forward_kernel(
     cols = tl.arange(0, BLOCK_N)
     if ONE_BLOCK:
         x = _load(x_ptr, row, cols, n)
-        mean = tl.sum(x, 0) / n
+        mean = _mean(tl.sum(x, 0), n)
         centred = tl.where(cols < n, x - mean, 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, 0) / n + epsilon)
+        rstd = tl.rsqrt(_mean(tl.sum(centred * centred, 0), n) + epsilon)
         y = _affine(centred * rstd, scale_ptr, bias_ptr, scale_row, bias_row, cols, n, scale_offset)
         tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n)
     else:
         acc = tl.zeros((BLOCK_N,), tl.float32)
         for start in range(0, n, BLOCK_N):
             acc += _load(x_ptr, row, start + cols, n)
-        mean = tl.sum(acc, 0) / n
+        mean = _mean(tl.sum(acc, 0), n)
         acc = tl.zeros((BLOCK_N,), tl.float32)
         for start in range(0, n, BLOCK_N):
             centred = tl.where(start + cols < n, _load(x_ptr, row, start + cols, n) - mean, 0.0)
             acc += centred * centred
-        rstd = tl.rsqrt(tl.sum(acc, 0) / n + epsilon)
+        rstd = tl.rsqrt(_mean(tl.sum(acc, 0), n) + epsilon)
         for start in range(0, n, BLOCK_N):
             x_hat = (_load(x_ptr, row, start + cols, n) - mean) * rstd
             y = _affine(x_hat, scale_ptr, bias_ptr, scale_row, bias_row, start + cols, n, scale_offset)
@@ -101,7 +107,7 @@ def _backward_kernel(
             g = _load(g_ptr, row, cols, n)
             x_hat = tl.where(cols < n, (_load(x_ptr, row, cols, n) - mean) * rstd, 0.0)
             w = _affine(g, scale_ptr, None, scale_row, 0, cols, n, scale_offset)
-            dx = rstd * (w - tl.sum(w, 0) / n - x_hat * (tl.sum(w * x_hat, 0) / n))
+            dx = rstd * (w - _mean(tl.sum(w, 0), n) - x_hat * _mean(tl.sum(w * x_hat, 0), n))
             tl.store(dx_ptr + row * n + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n)
             dscale += g * x_hat
             dbias += g
@@ -114,8 +120,8 @@ def _backward_kernel(
                 w = _affine(g, scale_ptr, None, scale_row, 0, start + cols, n, scale_offset)
                 sum_w += w
                 sum_wx += w * x_hat
-            mean_w = tl.sum(sum_w, 0) / n
-            mean_wx = tl.sum(sum_wx, 0) / n
+            mean_w = _mean(tl.sum(sum_w, 0), n)
+            mean_wx = _mean(tl.sum(sum_wx, 0), n)
             for start in range(0, n, BLOCK_N):
                 g = _load(g_ptr, row, start + cols, n)
                 x_hat = (_load(x_ptr, row, start + cols, n) - mean) * rstd
@@ -142,6 +148,7 @@ def _config(n: int, largest: int) -> Config:
 
 
 def _forward(launch: Launch, x, scale, bias):
+    x = launch.rows[0].full(x)
     r, n = x.shape
     config = launch.config or _config(n, 16384)
     _, scale_rows, bias_rows = (rows or Rows(1, 1, 1) for rows in launch.rows)
@@ -159,6 +166,7 @@ def _forward(launch: Launch, x, scale, bias):
 
 def _backward(launch: Launch, operands, saved, cotangents):
     (x, scale, _), (mean, rstd), (g,) = operands, saved, cotangents
+    x = launch.rows[0].full(x)
     r, n = x.shape
     config = launch.config or _config(n, 8192)
     _, scale_rows, bias_rows = launch.rows
@@ -251,6 +259,7 @@ _N = Input((1000,))
 SPEC = Spec(
     name="layer_norm",
     function=layer_norm,
+    operands=("x", "scale", "bias"),
     small=Case("small", (Input((2, 3, 8)), Input((8,)), Input((8,))), "all operands"),
     cases=(
         Case("full", (Input((3, 5, 257)), Input((257,)), Input((257,))), "rows and columns that fill no block"),

@@ -63,6 +63,14 @@ class Rows:
     own: int
     inner: int
 
+    def full(self, operand: jax.Array) -> jax.Array:
+        """The operand with a row per row of the call, copied if it had fewer: for operands that are rarely shared."""
+        if self.outer == self.inner == 1:
+            return operand
+        core = operand.shape[1:]
+        parts = jnp.broadcast_to(operand[None, :, None], (self.outer, self.own, self.inner, *core))
+        return parts.reshape(self.outer * self.own * self.inner, *core)
+
     def sum(self, gradients: jax.Array) -> jax.Array:
         """Sum in float32, over the rows that share one of the operand's, what has a row per row of the call."""
         parts = gradients.reshape(self.outer, self.own, self.inner, *gradients.shape[1:])

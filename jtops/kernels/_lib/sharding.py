@@ -89,8 +89,12 @@ def by_types(call, local, in_avals, out_avals):
 def by_partitioner(call, local, in_types, out_types):
     """`local` with a rule by which XLA's partitioner splits it; a plain call on one device."""
     shapes, dtypes = [t.shape for t in (*in_types, *out_types)], [o.dtype for o in out_types]
-    cast = lambda *args: tuple(o.astype(d) for o, d in zip(local(*args), dtypes, strict=True))
-    f = custom_partitioning(cast)
+
+    def whole_call(*args):
+        return tuple(o.astype(d) for o, d in zip(local(*args), dtypes, strict=True))
+
+    whole_call.__name__ = f"{call.op.name}_{call.stage}"
+    f = custom_partitioning(jax.jit(whole_call))  # jit: custom_partitioning takes no function that closes over arrays
 
     def partition(mesh, arg_types, result_types):
         decision = decide(call, shapes, mesh.shape, [t.sharding.spec for t in (*arg_types, *result_types)])

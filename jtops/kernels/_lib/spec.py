@@ -42,6 +42,7 @@ class Spec:
 
     name: str
     function: Callable
+    operands: tuple[str, ...]  # parameters of `function` that a case's inputs are for
     small: Case  # for transforms
     cases: tuple[Case, ...]  # for values and gradients
     compiled: tuple[Case, ...]  # real sizes, compiled for every supported GPU

@@ -1,0 +1,37 @@
+"""Every op, every case, every dtype: values and all gradients against float64, by reference, by default and by kernel."""
+
+import jax.numpy as jnp
+import pytest
+
+from tests import numerics
+from tests.specs import CASE_IDS, CASES, OPS, SPECS, cotangent, draw, function, truth, truth_vjp, value_and_vjp
+
+
+def test_every_op_has_a_spec():
+    assert [f.__name__ for f in OPS if SPECS[f.__name__] is None] == []
+    assert all(spec.name == name and spec.function.__name__ == name for name, spec in SPECS.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=CASE_IDS)
+def test_value_and_gradients(spec, case, dtype, implementation):
+    assert dtype in spec.dtypes, f"{spec.name} does not list {dtype}; narrow the parametrisation if that is meant"
+    operands = draw(spec, case, dtype)
+    value = truth(spec, case, operands)
+    g = cotangent(value.shape, dtype)
+    wants = [value, *(w for w in truth_vjp(spec, case, operands, g) if w is not None)]
+    out, grads = value_and_vjp(function(spec, case, implementation=implementation), operands, g)
+    ref, ref_grads = value_and_vjp(function(spec, case, implementation="xla"), operands, g)
+    assert [x.dtype for x in (out, *grads)] == [jnp.dtype(dtype)] * len(wants)
+    for i, (got, reference, want) in enumerate(zip((out, *grads), (ref, *ref_grads), wants, strict=True)):
+        numerics.check(got, reference, want, key=(spec.name, case.id), what=f"gradient {i - 1}" if i else "value")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_default_on_cpu_is_the_reference(spec, dtype):
+    operands = draw(spec, spec.small, dtype)
+    g = cotangent(truth(spec, spec.small, operands).shape, dtype)
+    got, want = (value_and_vjp(function(spec, spec.small, implementation=i), operands, g) for i in (None, "xla"))
+    numerics.close(got, want, 1e-6)

@@ -1,0 +1,371 @@
+"""The interface that ops are written against, by ops made for the purpose: grouped heads, optional and integer operands, residuals,
+several outputs, a weight shared by rows, a logical offset. Their launchers are jax.numpy, so that the frame alone is tested."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jtops
+from jtops.core.compat import tl, triton
+from jtops.core.sizes import cdiv
+from jtops.kernels._lib.axes import AxisRule
+from jtops.kernels._lib.fused_op import fused_op
+from jtops.kernels._lib.launch import Config, Rows
+from tests import numerics
+from tests.kernels import lowered
+from tests.kernels.test_sharding import collectives, mesh, put
+
+seen = []  # what launchers were told: (stage, batch, rows)
+
+
+def own_rows(x, rows, batch):
+    """An operand with a row per row of the call, by the contract's formula and nothing else."""
+    return None if x is None else x[np.arange(batch) // rows.inner % rows.own]
+
+
+def numpy_launchers(reference):
+    def forward(launch, *operands):
+        seen.append((launch.stage, launch.batch, launch.rows))
+        full = [own_rows(x, r, launch.batch) for x, r in zip(operands, launch.rows, strict=True)]
+        outs = reference(*full, **launch.options)
+        return outs if launch.residuals else outs[: 1 if len(outs) == 1 else 2]
+
+    def backward(launch, operands, saved, cotangents):
+        seen.append((launch.stage, launch.batch, launch.rows))
+        full = [own_rows(x, r, launch.batch) for x, r in zip(operands, launch.rows, strict=True)]
+        where = [i for i, w in enumerate(launch.wanted) if w]
+
+        def live(*moved):
+            args = list(full)
+            for i, x in zip(where, moved, strict=True):
+                args[i] = x
+            outs = reference(*args, **launch.options)
+            return [o for o, ct in zip(outs, cotangents, strict=True) if ct is not None]
+
+        grads = iter(jax.vjp(live, *(full[i] for i in where))[1]([ct for ct in cotangents if ct is not None]))
+        return [next(grads) if w else None for w in launch.wanted]
+
+    return {"forward": forward, "backward": backward}
+
+
+def attention_reference(q, k, v, bias, lengths, *, scale=1.0):
+    """q [... s h d], k v [... t g d], bias [... h s t] or None, lengths [...] int or None -> out, lse [... s h]."""
+    r = q.shape[-2] // k.shape[-2]
+    k, v = jnp.repeat(k, r, -2), jnp.repeat(v, r, -2)
+    logits = jnp.einsum("...shd,...thd->...hst", q, k).astype(jnp.float32) * scale
+    if bias is not None:
+        logits = logits + bias
+    if lengths is not None:
+        logits = jnp.where(jnp.arange(k.shape[-3]) < lengths[..., None, None, None], logits, -jnp.inf)
+    lse = jax.nn.logsumexp(logits, -1)
+    p = jnp.exp(logits - lse[..., None]).astype(v.dtype)
+    return jnp.einsum("...hst,...thd->...shd", p, v), jnp.swapaxes(lse, -1, -2)
+
+
+attention = fused_op(
+    "attention",
+    "s (g r) d, t g d, t g d, (g r) s t, () -> s (g r) d, s (g r)",
+    reference=attention_reference,
+    saves=(0, 1),
+    whole="s t d",
+    **numpy_launchers(attention_reference),
+)
+
+
+def plain_attention(q, k, v, bias=None, lengths=None):
+    return attention_reference(q, k, v, bias, lengths)
+
+
+def fused_attention(q, k, v, bias=None, lengths=None, implementation="interpret"):
+    return attention(q, k, v, bias, lengths, implementation=implementation)
+
+
+def rand(i, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(i).normal(size=shape), dtype)
+
+
+Q, K, V, B = rand(1, 2, 5, 4, 8), rand(2, 2, 6, 2, 8), rand(3, 2, 6, 2, 8), rand(4, 2, 4, 5, 6)
+LENGTHS = jnp.array([6, 3], jnp.int32)
+
+
+def loss(f):
+    return lambda *a: sum((o.astype(jnp.float32) ** 2).sum() for o in jax.tree.leaves(f(*a)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_all_gradients_and_second_order(bias):
+    args = (Q, K, V, B) if bias else (Q, K, V)
+    numerics.close(fused_attention(*args), plain_attention(*args))
+    which = tuple(range(len(args)))
+    numerics.close(jax.grad(loss(fused_attention), which)(*args), jax.grad(loss(plain_attention), which)(*args), 1e-4)
+    check_grads(fused_attention, args, 2, modes=("fwd", "rev"), atol=3e-2, rtol=3e-2)
+
+
+def test_only_what_is_used_reaches_the_backward():
+    def told(f, *args):
+        seen.clear()
+        jax.jit(f).lower(*args)
+        return [stage for stage, *_ in seen]
+
+    assert told(fused_attention, Q, K, V) == ["out"]
+    assert told(jax.grad(loss(fused_attention), (0, 1, 2)), Q, K, V) == ["fwd", "vjp"]
+    assert told(jax.vmap(jax.grad(loss(fused_attention))), jnp.stack([Q] * 3), jnp.stack([K] * 3), jnp.stack([V] * 3)) == [
+        "fwd",
+        "vjp",
+    ]
+    for pick in (0, 1):  # one output's cotangent, one operand's gradient
+        f = lambda g, pick=pick: jax.grad(lambda *a: (g(*a)[pick] ** 2).sum(), (0, 1, 2))
+        numerics.close(f(fused_attention)(Q, K, V), f(plain_attention)(Q, K, V), 1e-4)
+
+
+def test_integer_and_absent_operands():
+    numerics.close(fused_attention(Q, K, V, None, LENGTHS), plain_attention(Q, K, V, None, LENGTHS))
+    g = lambda f: jax.grad(lambda q, n: f(q, K, V, None, n)[0].sum(), (0, 1), allow_int=True)
+    got, want = g(fused_attention)(Q, LENGTHS), g(plain_attention)(Q, LENGTHS)
+    assert got[1].dtype == jax.dtypes.float0
+    assert got[1].shape == LENGTHS.shape
+    numerics.close(got[0], want[0], 1e-4)
+    tangents = (jnp.ones_like(Q), np.zeros(LENGTHS.shape, jax.dtypes.float0))
+    f = lambda g: jax.jvp(lambda q, n: g(q, K, V, None, n), (Q, LENGTHS), tangents)
+    numerics.close(f(fused_attention), f(plain_attention), 1e-4)
+    f = lambda g: jax.vmap(lambda q, n: g(q, K[0], V[0], None, n))(Q, LENGTHS)
+    numerics.close(f(fused_attention), f(plain_attention))
+
+
+def test_gradients_have_their_operands_dtype():
+    low = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
+    for implementation in (None, "interpret"):
+        f = lambda *a, i=implementation: fused_attention(*a, implementation=i)
+        grads = jax.grad(loss(f), (0, 1, 2, 3))(*low, B)
+        assert [g.dtype for g in grads] == [jnp.bfloat16] * 3 + [jnp.float32]
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, -1), (None, None, 0), (-1, 0, None), (0, -1, 0), (1, 2, 3)])
+def test_vmap_in_axes(in_axes):
+    place = lambda x, a: x if a is None else jnp.moveaxis(jnp.stack([x, x + 1, x * 2]), 0, a)
+    args = [place(x, a) for x, a in zip((Q, K, V), in_axes, strict=True)]
+    for f in (
+        lambda g: jax.vmap(g, in_axes),
+        lambda g: jax.vmap(jax.grad(loss(g), (0, 1, 2)), in_axes),
+        lambda g: jax.grad(loss(jax.vmap(g, in_axes)), (0, 1, 2)),
+    ):
+        numerics.close(jax.jit(f(fused_attention))(*args), jax.jit(f(plain_attention))(*args), 1e-3)
+
+
+def test_shared_operands_are_not_copied():
+    x, shared = jnp.stack([Q, Q + 1, Q * 2]), B[:1]
+    nest = lambda g: jax.vmap(jax.vmap(lambda q, b: g(q, K[0], V[0], b)[0], (0, None)), (0, None))
+    numerics.close(nest(fused_attention)(x, B[0]), nest(plain_attention)(x, B[0]))
+    seen.clear()
+    jax.jit(nest(fused_attention)).lower(x, B[0])
+    ((stage, batch, rows),) = seen
+    assert (stage, batch) == ("out", 6)
+    assert rows == (Rows(1, 6, 1), Rows(6, 1, 1), Rows(6, 1, 1), Rows(6, 1, 1), None)
+    for bias in (shared, B[:, :1], B[:, :, :1], B[:1, :1, :1]):  # core axes of size 1 too
+        g = lambda h: jax.grad(lambda q, b: (h(q, K, V, b)[0] ** 2).sum(), (0, 1))
+        numerics.close(g(fused_attention)(Q, bias), g(plain_attention)(Q, bias), 1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- shared weights
+
+
+def scale_reference(x, w):
+    return (x * w,)
+
+
+scale_rows = fused_op("scale_rows", "n, n -> n", reference=scale_reference, whole="n", **numpy_launchers(scale_reference))
+
+
+def fused_scale(x, w):
+    return scale_rows(x, w, implementation="interpret")[0]
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "rows"),
+    [
+        ((3, 4, 8), (8,), Rows(12, 1, 1)),
+        ((3, 4, 8), (3, 1, 8), Rows(1, 3, 4)),
+        ((3, 4, 8), (4, 8), Rows(3, 4, 1)),
+        ((2, 3, 4, 8), (1, 3, 1, 8), Rows(2, 3, 4)),
+        ((2, 3, 4, 8), (2, 1, 4, 8), Rows(1, 24, 1)),  # full axes that are not neighbours: spread, and summed after
+    ],
+)
+def test_rows_of_shared_operands(x, w, rows):
+    x, w = rand(1, *x), rand(2, *w)
+    seen.clear()
+    got = jax.jit(jax.value_and_grad(loss(fused_scale), (0, 1)))(x, w)
+    assert {r[1] for *_, r in seen} == {rows}
+    numerics.close(got, jax.value_and_grad(loss(lambda x, w: x * w), (0, 1))(x, w), 1e-4)
+    numerics.close(jax.hessian(loss(fused_scale), 1)(x, w), jax.hessian(loss(lambda x, w: x * w), 1)(x, w), 1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------------- sharding
+
+AQ, AK, AV, AB = rand(1, 8, 5, 16, 4), rand(2, 8, 6, 8, 4), rand(3, 8, 6, 8, 4), rand(4, 1, 16, 5, 6)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 1])
+@pytest.mark.parametrize("names", [("x",), ("a", "x")])
+def test_grouped_heads(kv_heads, names):
+    """Query heads and key/value heads are sharded together, or where the mesh does not divide the latter, not at all."""
+    m = mesh(names=names)
+    n, batch = m.shape["x"], "a" if len(names) == 2 else None
+    k, v = AK[:, :, :kv_heads], AV[:, :, :kv_heads]
+    args = (
+        put(AQ, m, batch, None, "x"),
+        *(put(x, m, batch, None, "x" if kv_heads % n == 0 else None) for x in (k, v)),
+        put(AB, m, None, "x"),
+    )
+    f = jax.jit(fused_attention)
+    numerics.close(f(*args), plain_attention(AQ, k, v, AB))
+    if kv_heads % n == 0:
+        assert collectives(f, *args) == {}
+    d = lambda g: jax.jit(jax.grad(loss(g), (0, 1, 2, 3)))
+    numerics.close(d(fused_attention)(*args), d(plain_attention)(AQ, k, v, AB), 1e-3)
+
+
+def test_grouped_heads_explicit():
+    m = mesh(AxisType.Explicit)
+    with jax.set_mesh(m):
+        q, k, v = (put(x, m, None, None, "x") for x in (AQ, AK, AV))
+        d = lambda g: jax.jit(jax.grad(loss(g), (0, 1, 2)))
+        numerics.close(d(fused_attention)(q, k, v), d(plain_attention)(AQ, AK, AV), 1e-3)
+
+
+def test_awkward_shardings():
+    m, f, want = mesh(), jax.jit(fused_attention), plain_attention(AQ, AK, AV, AB)
+    for sq, sk in [((None, None, "x"), ("x",)), ((), (None, None, "x")), (("x",), (None, None, "x")), ((), ("x",)), (("x",), ())]:
+        numerics.close(f(put(AQ, m, *sq), put(AK, m, *sk), AV, AB), want, 1e-4)
+    numerics.close(f(put(AQ, mesh(names=("a", "b")), None, None, "a", "b"), AK, AV, AB), want, 1e-4)  # head_dim sharded
+
+
+# ------------------------------------------------------------------------------------------------------- logical positions
+
+
+@triton.jit
+def _position_kernel(x_ptr, position_ptr, o_ptr, n, s, BLOCK: tl.constexpr):
+    """Adds its logical position to each element; the shard's offset is the first element of its own piece of an iota."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.load(position_ptr)
+    tl.store(o_ptr + i, tl.load(x_ptr + i, mask=i < n) + (offset + i % s).to(tl.float32), mask=i < n)
+
+
+def _position_launcher(launch, x, position):
+    n = x.size
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return (launch(_position_kernel, x, position, n=n, s=x.shape[1], config=Config(BLOCK=64), out_type=out, grid=cdiv(n, 64)),)
+
+
+add_position = fused_op(
+    "add_position",
+    "s, s -> s",
+    reference=lambda x, position: (x + position,),
+    forward=_position_launcher,
+    backward=lambda launch, operands, saved, cotangents: (cotangents[0], None),
+)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
+def test_logical_offset_of_a_shard(implementation):
+    """Each device's kernel learns where its shard begins, on automatic and on explicit axes, without any collective."""
+    f = jax.jit(lambda x: add_position(x, jnp.arange(x.shape[-1]), implementation=implementation)[0])
+    x = rand(0, 3, 64)
+    want = x + jnp.arange(64)
+    numerics.close(f(x), want)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        m = mesh(kind)
+        with jax.set_mesh(m):
+            sharded = put(x, m, None, "x")
+            numerics.close(f(sharded), want)
+            assert f(sharded).sharding.is_equivalent_to(sharded.sharding, 2)
+            assert collectives(f, sharded) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------ front door
+
+
+def test_axis_rules():
+    rule = AxisRule.parse("s (g r) d, t g d, () -> s (g r) d", "s (g r), ()", "s t")
+    assert rule.operands == ((("s",), ("g", "r"), ("d",)), (("t",), ("g",), ("d",)), ())
+    assert rule.residuals == ((("s",), ("g", "r")), ())
+    for bad in ("n", "n -> ", " -> n"):
+        with pytest.raises(ValueError, match="malformed"):
+            AxisRule.parse(bad)
+    with pytest.raises(ValueError, match="malformed"):
+        AxisRule.parse("n -> n", whole="m")
+
+
+def test_unsupported_calls():
+    x = jnp.ones((2, 8))
+    with pytest.raises(NotImplementedError, match='implementation="triton" needs a GPU'):
+        jtops.softmax(x, implementation="triton")
+    with jax.enable_x64(True):
+        wide = jnp.ones((2, 8), jnp.float64)
+        assert jtops.softmax(wide).dtype == jnp.float64  # on CPU the reference serves it
+        with pytest.raises(NotImplementedError, match="no kernel for dtype float64"):
+            jtops.softmax(wide, implementation="triton")  # at trace time
+        with pytest.raises(jtops.UnsupportedError, match=r'no kernel for dtype float64.*Use implementation="xla"'):
+            lowered.text(jtops.softmax, wide)  # nothing falls back on a GPU
+        assert "custom_call" not in lowered.text(lambda x: jtops.softmax(x, implementation="xla"), wide)
+
+
+def test_bad_implementation_and_config():
+    x = jnp.ones((2, 8))
+    with pytest.raises(ValueError, match=r"interpret. or None; got .cuda."):
+        jtops.softmax(x, implementation="cuda")
+    with pytest.raises(TypeError, match=r"config must be a jtops\.Config"):
+        jtops.softmax(x, config={"BLOCK_N": 8})
+    with pytest.raises(ValueError, match="must give the blocks BLOCK_M, BLOCK_N"):
+        jtops.softmax(x, config=jtops.Config(BLOCK_N=8))
+    with pytest.raises(ValueError, match="power of two; got 12"):
+        jtops.Config(BLOCK_N=12)
+    config = jtops.Config(BLOCK_M=2, BLOCK_N=4, num_warps=2)
+    assert config == jtops.Config(num_warps=2, BLOCK_N=4, BLOCK_M=2)
+    assert hash(config) == hash(jtops.Config(num_warps=2, BLOCK_N=4, BLOCK_M=2))
+    assert repr(config) == "Config(BLOCK_M=2, BLOCK_N=4, num_warps=2)"
+    numerics.close(jtops.softmax(x, config=config, implementation="interpret"), jax.nn.softmax(x))
+
+
+def test_settings_change_what_is_traced():
+    """A jitted function follows the setting, not the first trace."""
+    f, x = jax.jit(jtops.softmax), jnp.ones((2, 8))
+    calls = lambda: collections.Counter(re.findall(r"custom_call @(\w+)", f.lower(x).as_text()))
+    assert calls() == {}
+    with jtops.config.implementation("interpret"):
+        assert calls() == {"jtops_host_call": 1}
+        numerics.close(f(x), jax.nn.softmax(x))
+    with jtops.config.interpret():
+        assert calls() == {"jtops_host_call": 1}
+    assert calls() == {}
+    jax.config.update("jtops_implementation", "interpret")
+    try:
+        assert calls() == {"jtops_host_call": 1}
+    finally:
+        jax.config.update("jtops_implementation", None)
+    with pytest.raises(ValueError, match="must be None or in"):
+        jtops.config.implementation("cuda").__enter__()
+
+
+def test_export():
+    x = rand(0, 3, 8)
+    numerics.close(jax.export.deserialize(jax.export.export(jax.jit(jtops.softmax))(x).serialize()).call(x), jax.nn.softmax(x))
+    check = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+    with jtops.config.target("sm_90"):
+        exported = jax.export.export(jax.jit(jtops.softmax), platforms=("cpu", "cuda"), disabled_checks=[check])(x)
+    assert "triton_kernel_call_ffi" in exported.mlir_module()
+    numerics.close(jax.export.deserialize(exported.serialize()).call(x), jax.nn.softmax(x))
+
+
+def test_named_axis_is_local_device():
+    """One device of several: the call stays on it."""
+    x = jax.device_put(rand(0, 4, 8), jax.devices()[3])
+    y = jtops.softmax(x, implementation="interpret")
+    assert y.devices() == {jax.devices()[3]}
+    assert NamedSharding(mesh(), P()).is_fully_replicated

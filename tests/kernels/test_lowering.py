@@ -1,0 +1,155 @@
+"""Kernels compiled for GPUs that are not there: what they take, how many there are, and that the text is the same everywhere.
+
+``python -m tests.kernels.test_lowering`` writes the snapshot of registers, spills and shared memory anew.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jtops
+from jtops.core.target import Target
+from tests.kernels import lowered, resources
+from tests.specs import SPECS, cotangent, function
+
+SNAPSHOT = Path(__file__).parent / "resources.json"
+TARGETS = {"sm_80": "cuda", "sm_90": "cuda", "sm_100": "cuda", "gfx942": "rocm"}
+CASES = [(spec, case) for spec in SPECS.values() for case in spec.compiled]
+IDS = [f"{spec.name}-{case.id}" for spec, case in CASES]
+
+
+def types(case, dtype):
+    return [None if i is None else jax.ShapeDtypeStruct(i.shape, jnp.bool_ if i.true is not None else dtype) for i in case.inputs]
+
+
+def program(spec, case):
+    """Forward and backward: value and gradients of all floating operands."""
+    f = function(spec, case)
+
+    def g(*operands):
+        where = [i for i, x in enumerate(operands) if x is not None and x.dtype != jnp.bool_]
+
+        def of(*moved):
+            full = list(operands)
+            for i, x in zip(where, moved, strict=True):
+                full[i] = x
+            return f(*full)
+
+        value, pullback = jax.vjp(of, *(operands[i] for i in where))
+        return value, pullback(value * 2)
+
+    return g
+
+
+def measured(spec, case, dtype, target):
+    """What the kernels of one case take, by name."""
+    found = lowered.kernels(program(spec, case), *types(case, dtype), target=target, platform=TARGETS[target])
+    return {f"{spec.name}/{case.id}/{dtype}/{target}/{k.name}": (k, resources.of(k)) for k in found}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=IDS)
+def test_resources(spec, case, target, dtype):
+    """Every kernel compiles for every GPU, fits its shared memory, and spills no more than it did."""
+    snapshot = json.loads(SNAPSHOT.read_text())
+    got = measured(spec, case, dtype, target)
+    for name, (kernel, taken) in got.items():
+        assert taken["shared_bytes"] <= Target.parse(target).max_shared_bytes, name
+        assert str(kernel.target) == target
+        assert name in snapshot, f"{name} is not in the snapshot; write it with python -m tests.kernels.test_lowering"
+        assert taken["spill_bytes"] <= snapshot[name]["spill_bytes"], (name, taken, snapshot[name])
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_number_of_launches(spec):
+    """One launch forward, and what the SPEC says for a gradient."""
+    case, operands = spec.small, types(spec.small, "float32")
+    assert lowered.launches(function(spec, case), *operands) == {f"jtops_{spec.name}_out": 1}
+    floats = tuple(i for i, x in enumerate(operands) if x is not None and x.dtype != jnp.bool_)
+    loss = lambda *a: (function(spec, case)(*a) * cotangent(case.inputs[0].shape)).sum()
+    want = {f"jtops_{spec.name}_fwd": 1, f"jtops_{spec.name}_vjp": spec.backward_kernels}
+    assert lowered.launches(jax.value_and_grad(loss, floats), *operands) == want
+    batched = [None if x is None else jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in operands]
+    assert lowered.launches(jax.vmap(function(spec, case), [None if x is None else 0 for x in operands]), *batched) == {
+        f"jtops_{spec.name}_out": 1
+    }
+
+
+def test_plain_forward_writes_no_residuals():
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    results = lambda f: re.search(r"custom_call.*-> (.*)\n", lowered.text(f, x))[1]
+    assert results(jtops.layer_norm) == "tensor<4x8xf32>"
+    assert results(jax.value_and_grad(lambda x: jtops.layer_norm(x).sum())) == "(tensor<4x8xf32>, tensor<4xf32>, tensor<4xf32>)"
+
+
+def test_layouts_are_pinned():
+    """Case 22: whatever the producer, the kernel sees row-major operands and writes row-major results."""
+    text = lowered.text(lambda x: jtops.softmax(x.T), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    assert "operand_layouts = [dense<[1, 0]>" in text
+    assert "result_layouts = [dense<[1, 0]>" in text
+
+
+def test_offsets_are_64_bit():
+    """Rows times their length may pass 2**31: the address is computed in 64 bits, and the batch only grows the first grid axis."""
+    for name, shape in (("softmax", (3_000_000, 1000)), ("layer_norm", (3_000_000, 1000)), ("add", (3_000_000, 1000))):
+        other = (jax.ShapeDtypeStruct((1000,), jnp.bfloat16),) if name == "add" else ()
+        for kernel in lowered.kernels(getattr(jtops, name), jax.ShapeDtypeStruct(shape, jnp.bfloat16), *other):
+            ttir = kernel.triton_kernel.asm["ttir"]
+            assert re.search(r"arith\.muli .*i64", ttir), kernel.name
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp, jtops
+assert jtops.__file__.startswith(sys.argv[1]), jtops.__file__
+def f(x, w):
+    y = jtops.softmax(jtops.add(jtops.layer_norm(x, w, w), x))
+    return (y * y).sum()
+x, w = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.float32)
+with jtops.config.target(sys.argv[2]):
+    sys.stdout.write(jax.jit(jax.grad(f, (0, 1))).trace(x, w).lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+
+def test_same_text_in_every_process(tmp_path):
+    """Two processes with their own hash seeds, kernel caches and install paths lower one program to the same bytes."""
+    texts = []
+    for i in (1, 2):
+        home = tmp_path / f"install{i}"
+        shutil.copytree(Path(jtops.__file__).parent, home / "jtops", ignore=shutil.ignore_patterns("__pycache__"))
+        env = os.environ | {"PYTHONHASHSEED": str(i), "TRITON_CACHE_DIR": str(tmp_path / f"cache{i}"), "JAX_PLATFORMS": "cpu"}
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(home), "sm_90"], capture_output=True, text=True, env=env, check=False
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+        texts.append(run.stdout)
+    assert texts[0] == texts[1]
+    assert texts[0].count("triton_kernel_call_ffi") >= 5
+    assert str(tmp_path) not in texts[0]
+
+
+def write_snapshot():
+    """Compile everything and write what it takes."""
+    taken = {}
+    for spec, case in CASES:
+        for target in TARGETS:
+            for dtype in ("bfloat16", "float32"):
+                taken |= {name: r for name, (_, r) in measured(spec, case, dtype, target).items()}
+                print(f"\r{len(taken)} kernels", end="", flush=True)
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(taken.items()))
+    SNAPSHOT.write_text(f"{{\n{lines}\n}}\n")
+    print(f", written to {SNAPSHOT}")
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    write_snapshot()

@@ -1,0 +1,74 @@
+"""Every op's SPEC, and how its cases become calls."""
+
+import dataclasses
+import inspect
+import sys
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jtops
+from tests import oracles
+
+OPS = [f for name in jtops.__all__ if inspect.isfunction(f := getattr(jtops, name)) and f.__module__.startswith("jtops.kernels")]
+SPECS = {f.__name__: getattr(sys.modules[f.__module__], "SPEC", None) for f in OPS}
+CASES = [(spec, case) for spec in SPECS.values() if spec is not None for case in spec.cases]
+CASE_IDS = [f"{spec.name}-{case.id}" for spec, case in CASES]
+
+
+def rng(*names) -> np.random.Generator:
+    """The same stream in every process."""
+    return np.random.default_rng(zlib.crc32("-".join(names).encode()))
+
+
+def draw(spec, case, dtype="float32", *, batch=()):
+    """The case's operands as JAX arrays, each with more leading axes if asked for."""
+    drawn = [
+        None if i is None else dataclasses.replace(i, shape=(*batch, *i.shape)).draw(rng(spec.name, case.id)) for i in case.inputs
+    ]
+    return [None if v is None else jnp.asarray(v) if v.dtype == bool else jnp.asarray(v, dtype) for v in drawn]
+
+
+def cotangent(shape, dtype="float32"):
+    return jnp.asarray(rng("cotangent").normal(size=shape), dtype)
+
+
+def function(spec, case, **more):
+    """The op with the case's options: a function of its operands."""
+    config = {} if case.config is None or more.get("implementation") == "xla" else {"config": case.config}
+    options = {**case.options, **config, **more}
+    return lambda *operands: spec.function(**dict(zip(spec.operands, operands, strict=True)), **options)
+
+
+def truth(spec, case, operands):
+    wide = [None if x is None else np.asarray(x) if x.dtype == bool else np.asarray(x, np.float64) for x in operands]
+    return getattr(oracles, spec.name)(*wide, **case.options)
+
+
+def truth_vjp(spec, case, operands, g):
+    wide = [None if x is None else np.asarray(x) if x.dtype == bool else np.asarray(x, np.float64) for x in operands]
+    return getattr(oracles, f"{spec.name}_vjp")(*wide, g=np.asarray(g, np.float64), **case.options)
+
+
+def floating(operands):
+    """Positions of the operands that have gradients."""
+    return tuple(i for i, x in enumerate(operands) if x is not None and jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def value_and_vjp(f, operands, g):
+    """The value of `f` and the gradients of its floating operands, under jit as users have it."""
+    where = floating(operands)
+
+    def both(operands, g):
+        def of(*moved):
+            full = list(operands)
+            for i, x in zip(where, moved, strict=True):
+                full[i] = x
+            return f(*full)
+
+        value, pullback = jax.vjp(of, *(operands[i] for i in where))
+        return value, pullback(g)
+
+    return jax.jit(both)(operands, g)
