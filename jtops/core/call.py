@@ -26,7 +26,7 @@ GridOrFn = Grid | Callable[[dict[str, Any]], Grid]
 class KernelCall:
     """Everything about a call but its arrays. Hashable: it is the primitive's one parameter, and part of JAX's cache keys."""
 
-    kernel: Any
+    kernel: Any = dataclasses.field(hash=False)  # compared by identity; Triton's hash of it would parse its source each time
     bound: Bound
     grid: tuple[int, int, int]
     out_types: tuple[jax.ShapeDtypeStruct, ...]

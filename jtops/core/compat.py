@@ -20,12 +20,14 @@ MIN_JAX, MIN_TRITON = (0, 11, 2), (3, 6)
 
 __all__ = [
     "HAS_TRITON",
+    "INTERPRET_MODE",
     "ad",
     "apply_primitive",
     "config_state",
     "gpu_triton",
     "host_callback",
     "kernel_function",
+    "kernel_key",
     "load_interpreter_module",
     "manual_axes",
     "needs_devices_to_lower",
@@ -119,8 +121,9 @@ try:
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
+    INTERPRET_MODE = type(tl.sum).__name__ == "InterpretedFunction"  # TRITON_INTERPRET was set before Triton was imported
 except ImportError as import_error:
-    HAS_TRITON = False
+    HAS_TRITON = INTERPRET_MODE = False
     _why = str(import_error)
 
     class _Absent:
@@ -159,6 +162,16 @@ def kernel_function(kernel) -> Any:
             kernel._jtops_jit = JITFunction(kernel.fn)
         return kernel._jtops_jit
     raise TypeError(f"triton_call: kernel must be a @triton.jit function; got {kernel!r} of type {type(kernel).__name__}.")
+
+
+def kernel_key(kernel) -> str:
+    """What tells a kernel from every other by content: its source, its helpers' and the constants they see."""
+    try:
+        return kernel.cache_key
+    except RuntimeError:
+        if not INTERPRET_MODE:
+            raise
+        return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
 
 
 def load_interpreter_module() -> Any:

@@ -38,6 +38,11 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
 
     Threads that ask for one kernel at the same time compile it once and share the result, or its error.
     """
+    if compat.INTERPRET_MODE:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: TRITON_INTERPRET was set when Triton was imported, which keeps it from compiling in this "
+            "process. Unset it; interpret=True and jtops.config.interpret() need no variable."
+        )
     signature = {}
     for name, param in bound:
         signature[name] = types[name] if name in types else param.type if isinstance(param, Scalar) else param
@@ -45,7 +50,7 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
     ones = frozenset(
         n for n, p in bound if isinstance(p, Scalar) and not isinstance(p.value, bool) and p.value == 1 and p.type == "i32"
     )
-    key = (kernel.cache_key, tuple(signature.items()), attributes, ones, options, target)
+    key = (compat.kernel_key(kernel), tuple(signature.items()), attributes, ones, options, target)
     with _lock:
         future, mine = (_compiled[key], False) if key in _compiled else (_compiled.setdefault(key, Future()), True)
     if mine:

@@ -12,6 +12,7 @@ import builtins
 import functools
 import inspect
 import linecache
+import os
 import threading
 import types
 from typing import Any
@@ -130,7 +131,7 @@ class _Machine:
     def interpreted(self, kernel):
         """The kernel's Python function with globals and closure in which Triton's names compute with NumPy."""
         functions = self.state.functions
-        if kernel not in functions:
+        if id(kernel) not in functions:
             plain = kernel.fn
             names = _names(plain.__code__)
             scope = {n: self.convert(plain.__globals__[n]) for n in names if n in plain.__globals__}
@@ -139,8 +140,8 @@ class _Machine:
             made = types.FunctionType(plain.__code__, scope | {"__builtins__": builtins}, plain.__name__, None, cells)
             made.__defaults__ = tuple(getattr(d, "value", d) for d in plain.__defaults__ or ()) or None
             made.__dict__["jit_function"] = kernel
-            functions[kernel] = made
-        return functions[kernel]
+            functions[id(kernel)] = made
+        return functions[id(kernel)]
 
     def _call_helper(self, tensor, helper, *args, **kwargs):
         return self.convert(helper)(tensor, *args, **kwargs)
@@ -251,12 +252,13 @@ class _Machine:
 
     def _known(self, combine_fn):
         standard = self.tl.standard
-        ufuncs = {
-            standard._sum_combine: np.add,
-            standard._elementwise_max: np.fmax,  # as the hardware's: NaN loses
-            standard._elementwise_min: np.fmin,
-        }
-        return ufuncs.get(getattr(combine_fn, "jit_function", None))
+        known = (
+            (standard._sum_combine, np.add),
+            (standard._elementwise_max, np.fmax),  # as the hardware's: NaN loses
+            (standard._elementwise_min, np.fmin),
+        )
+        kernel = getattr(combine_fn, "jit_function", None)
+        return next((ufunc for helper, ufunc in known if compat.kernel_function(helper) is kernel), None)
 
 
 class _Helper:
@@ -300,11 +302,11 @@ def _tl_type(tl, dtype):
 
 def _user_line(error: BaseException) -> str:
     """Where in the kernels' sources `error` arose: the last traceback frame that is neither Triton's nor ours."""
-    here, found = __file__, ""
+    ours, found = os.path.dirname(__file__), ""
     step = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        if code.co_filename != here and "/triton/" not in code.co_filename and "/numpy/" not in code.co_filename:
+        if not code.co_filename.startswith(ours) and "/triton/" not in code.co_filename and "/numpy/" not in code.co_filename:
             source = linecache.getline(code.co_filename, step.tb_lineno).strip()
             found = f", {code.co_filename}:{step.tb_lineno}\n    {source}\n"
         step = step.tb_next

@@ -42,7 +42,7 @@ def lower_host(ctx, *operands, call):
             f"triton_call of kernel {call.kernel.__name__}: lowering for {_platform(ctx)}, which runs no Triton kernels. "
             "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU."
         )
-    content = (call.kernel.cache_key, call.bound, call.grid, ctx.avals_in, ctx.avals_out)
+    content = (compat.kernel_key(call.kernel), call.bound, call.grid, ctx.avals_in, ctx.avals_out)
     key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
     return host_call.lower(ctx, *operands, key=key, function=functools.partial(interpret.run, call.kernel, call.bound, call.grid))
 

@@ -107,8 +107,8 @@ def as_scalar(value: Any) -> Scalar | None:
                 return Scalar(value, name)
         raise ValueError(f"integer overflow: {value} does not fit in 64 bits.")
     if isinstance(value, float):
-        fp32 = np.finfo(np.float32)
-        fits = value == 0 or not math.isfinite(value) or fp32.tiny <= abs(value) <= fp32.max
+        tiny, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        fits = value == 0 or not math.isfinite(value) or tiny <= abs(value) <= largest
         return Scalar(value, "fp32" if fits else "fp64")
     return None
 

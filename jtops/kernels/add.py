@@ -174,10 +174,10 @@ def add(
       ValueError: the shapes do not broadcast.
       UnsupportedError: a dtype without kernel (bool, complex, float64), where a kernel must run.
     """
+    given = [(name, v, checks.array("add", name, v, floating=False)) for name, v in (("x", x), ("y", y))]
     dtype = jnp.result_type(x, y)
-    a, b = (checks.array("add", name, v, floating=False) for name, v in (("x", x), ("y", y)))
     # A Python number takes the other operand's type.
-    a, b = (v.astype(dtype) if jax.typeof(jnp.asarray(raw)).weak_type else v for v, raw in ((a, x), (b, y)))
+    a, b = (v.astype(dtype) if jax.typeof(jnp.asarray(raw)).weak_type else v for _, raw, v in given)
     try:
         shape = jnp.broadcast_shapes(a.shape, b.shape)
     except ValueError:

@@ -1,0 +1,196 @@
+"""Compiling for GPUs that are not there: targets, options, errors, threads, shipped text."""
+
+import itertools
+import re
+import subprocess
+import sys
+import threading
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jtops
+from jtops.core import compat, lowering
+from jtops.core import compile as compile_module
+from jtops.core.compat import tl, triton
+from jtops.core.target import MAX_SHARED_BYTES, Target
+from tests.kernels import lowered, resources
+
+X = jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+
+@triton.jit
+def copy_kernel(x_ptr, o_ptr, BLOCK: tl.constexpr = 128):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(o_ptr + i, tl.load(x_ptr + i) * 3 + 1)
+
+
+@triton.jit
+def range_kernel(x_ptr, o_ptr):
+    i = tl.arange(0, 100)
+    tl.store(o_ptr + i, tl.load(x_ptr + i))
+
+
+@triton.jit
+def shape_kernel(x_ptr, o_ptr):
+    x = tl.load(x_ptr + tl.arange(0, 64))
+    tl.store(o_ptr + tl.arange(0, 128), x)
+
+
+@triton.jit
+def undefined_kernel(x_ptr, o_ptr):
+    tl.store(o_ptr, nowhere)  # noqa: F821
+
+
+@triton.jit
+def shared_kernel(x_ptr, o_ptr):
+    m, k = tl.arange(0, 128), tl.arange(0, 512)
+    x = tl.load(x_ptr + m[:, None] * 512 + k[None, :])
+    tl.store(o_ptr + m[:, None] * 128 + m[None, :], tl.dot(x, tl.trans(x + 1)))
+
+
+def copied(**kwargs):
+    return lambda x: jtops.triton_call(x, kernel=copy_kernel, out_type=x, grid=8, **kwargs)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_cuda_targets(target):
+    (kernel,) = lowered.kernels(copied(), X, target=target)
+    assert f".target {target}" in kernel.binary
+    assert kernel.target == Target.parse(target)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_rocm_targets(target):
+    (kernel,) = lowered.kernels(copied(), X, target=target, platform="rocm")
+    assert kernel.binary.startswith(b"\x7fELF")
+    text = lowered.text(copied(), X, target=target, platform="rocm")
+    assert text == lowered.text(copied(), X, target=target, platform="rocm")
+    assert re.search(rb"[0-9a-f]{64}\.hsaco", lowered.record(re.search(r'opaque = "((?:[^"\\]|\\.)*)"', text)[1]))
+
+
+def test_target_by_argument_setting_and_abstract_device():
+    (kernel,) = lowered.kernels(copied(compute_capability=80), X, target="sm_90")
+    assert kernel.target == Target(80)
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(copied()).trace(X).lower(lowering_platforms=("cuda",)).as_text()
+    assert "sm_90a" in text
+    assert [str(Target.parse(t)) for t in (90, "9.0", "sm_90a", "sm90", "12.0", "gfx90a")] == ["sm_90"] * 4 + ["sm_120", "gfx90a"]
+    assert Target(90).max_shared_bytes == MAX_SHARED_BYTES[90] == 232448
+    for bad in ("h100", "", "sm_9000", "gfx"):
+        with pytest.raises(ValueError, match="is not understood"):
+            Target.parse(bad)
+
+
+def test_options_reach_the_compiler():
+    """Each option gives its own kernel; the order in which they are written does not."""
+    variants = [
+        {"num_warps": 1},
+        {"num_warps": 8},
+        {"num_stages": 1},
+        {"backend_options": {"enable_fp_fusion": False}},
+        {"backend_options": {"maxnreg": 64}},
+        {"backend_options": {"maxnreg": 64, "enable_fp_fusion": False}},
+    ]
+    kernels = [lowered.kernels(copied(**v), X)[0] for v in variants]
+    assert len({id(k) for k in kernels}) == len(variants)
+    assert [k.num_warps for k in kernels[:2]] == [1, 8]
+    assert ".maxnreg 64" in kernels[4].binary
+    assert "fma.rn" in kernels[0].binary
+    assert "fma.rn" not in kernels[3].binary
+    reordered = {"backend_options": {"enable_fp_fusion": False, "maxnreg": 64}}
+    assert lowered.kernels(copied(**reordered), X)[0] is kernels[-1]
+    with pytest.raises(jtops.errors.KernelCompileError, match="num_ctas > 1 requires"):
+        lowered.kernels(copied(num_ctas=2), X, target="sm_80")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "line", "said"),
+    [
+        (range_kernel, "i = tl.arange(0, 100)", "power of two|power of 2"),
+        (shape_kernel, "tl.store(o_ptr + tl.arange(0, 128), x)", "[Cc]annot|shape"),
+        (undefined_kernel, "tl.store(o_ptr, nowhere)", "nowhere is not defined"),
+    ],
+)
+def test_compile_errors_show_the_line(kernel, line, said):
+    """Case 48: kernel, target, file and line, the line itself, and Triton's own words."""
+    f = lambda x: jtops.triton_call(x, kernel=kernel, out_type=x, grid=1)
+    with pytest.raises(jtops.errors.KernelCompileError) as error:
+        lowered.text(f, X)
+    message = str(error.value)
+    source = Path(__file__).read_text().splitlines()
+    number = next(i for i, text in enumerate(source, 1) if text.strip().startswith(line) and i > kernel.starting_line_number)
+    assert f"kernel {kernel.__name__} does not compile for sm_90" in message
+    assert f"{__file__}:{number}" in message
+    assert line in message
+    assert re.search(said, message.split("Triton says:")[1])
+    with pytest.raises(jtops.errors.KernelCompileError):  # a failure is not remembered as success, nor as a broken future
+        lowered.text(f, X)
+
+
+def test_too_much_shared_memory():
+    out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    f = lambda x: jtops.triton_call(x, kernel=shared_kernel, out_type=out, grid=1)
+    with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376"):
+        lowered.text(f, jax.ShapeDtypeStruct((128, 512), jnp.float16), target="sm_86")
+
+
+def test_shipped_text_is_code_only():
+    """No paths, no line tables, no comments; and it still assembles."""
+    (kernel,) = lowered.kernels(copied(BLOCK=256), X)
+    full = kernel.triton_kernel.asm["ptx"]
+    assert __file__ in full
+    for unwanted in ("//", ".loc", ".file", ".debug", __file__, "$L__tmp"):
+        assert unwanted not in kernel.binary
+    assert len(kernel.binary) < len(full) / 2
+    assert resources.of(kernel)["spill_bytes"] == 0
+
+
+def test_record_is_plain_zlib():
+    for size in (0, 1, 65535, 65536, 200_000):
+        data = bytes(i % 251 for i in range(size))
+        assert zlib.decompress(lowering.stored_zlib(data)) == data
+
+
+def test_threads_compile_a_kernel_once(monkeypatch):
+    """Eight threads that want one new kernel get one compilation; threads that want others do not wait for it."""
+    started, runs = threading.Barrier(8), []
+    real = compile_module._run_triton
+
+    def counted(kernel, *args):
+        runs.append(kernel)
+        return real(kernel, *args)
+
+    monkeypatch.setattr(compile_module, "_run_triton", counted)
+    errors, texts = [], []
+
+    def work(block):
+        try:
+            started.wait()
+            texts.append(lowered.text(copied(BLOCK=block, num_warps=2), X))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(block,)) for block in itertools.islice(itertools.cycle((32, 64)), 8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert errors == []
+    assert len(texts) == 8
+    assert len(set(texts)) == 2
+    assert len(runs) == 2
+
+
+def test_versions_are_checked(monkeypatch):
+    """Case 48: a Triton too old for us is named at first use."""
+    monkeypatch.setattr(compat.triton, "__version__", "3.1.0")
+    with pytest.raises(ImportError, match=r"needs triton >= 3\.6; found triton 3\.1\.0"):
+        copied(interpret=True)(jnp.ones(1024))
+    script = "import jax; jax.__version__ = '0.10.0'; import jtops"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "jtops needs jax >= 0.11.2; found jax 0.10.0" in run.stderr
