@@ -2,22 +2,26 @@
 
 ``pytest``                 everything a machine without a GPU can show, on CPU with 8 forced devices
 ``pytest --slow``          the same and what takes long (``make test-all``)
-``pytest --gpu``           only the tests marked ``gpu``, on the GPU; with two or more GPUs also those marked ``multigpu``
+``pytest --gpu``           only the tests marked ``gpu``, on the GPU; with two or more GPUs those marked ``multigpu`` as well
+``pytest --benchmark``     only benchmarks/, on the GPU
 """
 
 import os
 
+import pytest
+
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--gpu", action="store_true", help="run the tests marked gpu (and multigpu, where there are two GPUs), and only them"
-    )
+    parser.addoption("--gpu", action="store_true", help="only the tests marked gpu, and multigpu where there are two GPUs")
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--benchmark", action="store_true", help="only the benchmarks")
 
 
 def pytest_configure(config):
     # Before anything imports jax.
-    if not config.getoption("--gpu"):
+    if config.getoption("--benchmark"):
+        config.args[:] = [str(config.rootpath / "benchmarks")]
+    elif not config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"
         # Level 0: most of the time goes into compiling programs that run once.
         flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
@@ -26,7 +30,16 @@ def pytest_configure(config):
         del os.environ[name]
 
 
+def pytest_ignore_collect(collection_path, config):
+    root = config.rootpath
+    if collection_path == root / "benchmarks":
+        return None if config.getoption("--benchmark") else True
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("--benchmark"):
+        return
     import jax
 
     gpu = config.getoption("--gpu")
@@ -38,6 +51,28 @@ def pytest_collection_modifyitems(config, items):
             return "gpu" in marks or ("multigpu" in marks and gpus > 1)
         return not marks & {"gpu", "multigpu"} and ("slow" not in marks or config.getoption("--slow"))
 
-    kept = [item for item in items if belongs(item)]
     config.hook.pytest_deselected(items=[item for item in items if not belongs(item)])
-    items[:] = kept
+    items[:] = [item for item in items if belongs(item)]
+
+
+@pytest.fixture
+def benchmark_replay(benchmark):
+    """Feed pytest-benchmark device times that were measured elsewhere, so that its tables, JSON and comparisons show them."""
+
+    def replay(samples, extra):
+        clock = iter([t for s in samples for t in (0.0, s)])
+        benchmark._timer = lambda: next(clock)
+        benchmark._disable_gc = False
+        benchmark.extra_info.update(extra)
+        benchmark.pedantic(lambda: None, rounds=len(samples), iterations=1, warmup_rounds=0)
+
+    return replay
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--benchmark"):
+        from benchmarks import test_ops
+
+        if test_ops.rows:
+            terminalreporter.write_sep("=", "device time, median of rounds")
+            terminalreporter.write_line(test_ops.report())

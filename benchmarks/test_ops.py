@@ -1,0 +1,131 @@
+"""Every op x its real sizes x {jtops, XLA} x {forward, forward and backward}: ``pytest --benchmark``.
+
+Needs a GPU. Each case is checked for right values first. Ends with a table, and writes JSON and a picture under benchmarks/results.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from benchmarks import harness, machine
+from tests import numerics
+from tests.specs import SPECS, function
+
+CASES = [(spec, case) for spec in SPECS.values() for case in spec.compiled]
+IDS = [f"{spec.name}-{case.id}" for spec, case in CASES]
+rows: list[dict] = []  # one per measured line of the table
+
+
+def operands(spec, case, dtype, seed):
+    keys = jax.random.split(jax.random.key(seed), len(case.inputs))
+
+    def one(given, key):
+        if given is None:
+            return None
+        if given.true is not None:
+            return jax.random.bernoulli(key, given.true, given.shape)
+        return (given.mean + given.std * jax.random.normal(key, given.shape)).astype(dtype)
+
+    return tuple(one(i, k) for i, k in zip(case.inputs, keys, strict=True))
+
+
+def with_gradients(f):
+    """The value and the gradients of all floating operands, for a cotangent that is the value."""
+
+    def g(*operands):
+        where = [i for i, x in enumerate(operands) if x is not None and x.dtype != jnp.bool_]
+
+        def of(*moved):
+            full = list(operands)
+            for i, x in zip(where, moved, strict=True):
+                full[i] = x
+            return f(*full)
+
+        value, pullback = jax.vjp(of, *(operands[i] for i in where))
+        return value, pullback(value)
+
+    return g
+
+
+def nbytes(tree) -> int:
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def fewest_bytes(spec, case, args, out, backward: bool) -> int:
+    """Forward: operands and result once. Backward as well: operands and cotangent once more, gradients written."""
+    forward = nbytes(args) + nbytes(out)
+    floats = [x for x in args if x is not None and x.dtype != jnp.bool_]
+    return forward + (nbytes(args) + nbytes(out) + nbytes(floats) if backward else 0)
+
+
+@functools.cache
+def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
+    """All implementations of a case, timed together once; the tests replay it."""
+    spec, case = next((s, c) for s, c in CASES if (s.name, c.id) == (spec_name, case_id))
+    make = functools.partial(operands, spec, case, dtype)
+    forward = {name: function(spec, case, implementation=i) for name, i in (("jtops", "triton"), ("xla", "xla"))}
+    fs = {name: with_gradients(f) for name, f in forward.items()} if backward else forward
+    args = make(0)
+    got, want = (jax.jit(fs[name])(*args) for name in ("jtops", "xla"))
+    numerics.close(got, want, 3e-2 if dtype == "bfloat16" else 1e-4)
+    timings = harness.measure(fs, make)
+    out = want[0] if backward else want
+    moved = fewest_bytes(spec, case, args, out, backward)
+    ceiling = harness.copy_speed(moved)
+    row = {"op": spec_name, "case": case_id, "dtype": dtype, "backward": backward, "bytes": moved, "copy_gb_s": ceiling / 1e9}
+    for name, timing in timings.items():
+        row[f"{name}_us"] = timing.median * 1e6
+        row[f"{name}_spread"] = timing.spread
+        row[f"{name}_gb_s"] = moved / timing.median / 1e9
+    row |= {"of_copy": row["jtops_gb_s"] / row["copy_gb_s"], "over_xla": row["xla_us"] / row["jtops_us"]}
+    rows.append(row)
+    return {"row": row, "timings": {name: dataclasses.asdict(t)["samples"] for name, t in timings.items()}}
+
+
+@pytest.mark.parametrize("implementation", ["jtops", "xla"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=IDS)
+def test_op(spec, case, dtype, backward, implementation, benchmark_replay):
+    result = measured(spec.name, case.id, dtype, backward)
+    benchmark_replay(result["timings"][implementation], result["row"])
+
+
+def table() -> str:
+    head = f"{'op':12}{'case':9}{'dtype':10}{'':18}{'jtops us':>10}{'xla us':>10}{'GB/s':>8}{'of copy':>9}{'over XLA':>10}"
+    lines = [head, "-" * len(head)]
+    for r in rows:
+        way, mark = "forward+backward" if r["backward"] else "forward", "  slower" if r["over_xla"] < 1 else ""
+        lines.append(
+            f"{r['op']:12}{r['case']:9}{r['dtype']:10}{way:18}{r['jtops_us']:10.1f}{r['xla_us']:10.1f}{r['jtops_gb_s']:8.0f}"
+            f"{r['of_copy']:9.2f}{r['over_xla']:9.2f}x{mark}"
+        )
+    return "\n".join(lines)
+
+
+def picture(path) -> None:
+    fig = Figure(figsize=(11, 0.3 * len(rows) + 1.5), layout="constrained")
+    ax = fig.subplots()
+    y = np.arange(len(rows))[::-1]
+    ax.barh(y + 0.2, [r["jtops_gb_s"] for r in rows], 0.4, label="jtops", color="C0")
+    ax.barh(y - 0.2, [r["xla_gb_s"] for r in rows], 0.4, label="XLA", color="0.7")
+    ax.plot([r["copy_gb_s"] for r in rows], y, "|", color="C3", markersize=14, label="copy of as many bytes")
+    ax.set_yticks(y, [f"{r['op']} {r['case']} {r['dtype']}{' + backward' if r['backward'] else ''}" for r in rows])
+    ax.set(xlabel="GB/s, on the fewest bytes the op must move", title=f"{rows and jax.devices()[0].device_kind}")
+    ax.legend(loc="lower right")
+    fig.savefig(path, dpi=120)
+
+
+def report() -> str:
+    """Table, JSON and picture of what was measured."""
+    about = machine.describe()
+    path = machine.record_path("ops", about)
+    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    picture(path.with_suffix(".png"))
+    return f"{table()}\nrecord and picture: {path.name}, {path.with_suffix('.png').name}"
