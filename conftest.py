@@ -56,10 +56,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def benchmark_replay(benchmark):
+def benchmark_replay(request):
     """Feed pytest-benchmark device times that were measured elsewhere, so that its tables, JSON and comparisons show them."""
 
     def replay(samples, extra):
+        benchmark = request.getfixturevalue("benchmark")
         clock = iter([t for s in samples for t in (0.0, s)])
         benchmark._timer = lambda: next(clock)
         benchmark._disable_gc = False

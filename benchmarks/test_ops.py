@@ -36,9 +36,10 @@ def operands(spec, case, dtype, seed):
 
 
 def with_gradients(f):
-    """The value and the gradients of all floating operands, for a cotangent that is the value."""
+    """The value, and the gradients of all floating operands for a cotangent that is given last."""
 
-    def g(*operands):
+    def g(*args):
+        operands, cotangent = args[:-1], args[-1]
         where = [i for i, x in enumerate(operands) if x is not None and x.dtype != jnp.bool_]
 
         def of(*moved):
@@ -48,35 +49,30 @@ def with_gradients(f):
             return f(*full)
 
         value, pullback = jax.vjp(of, *(operands[i] for i in where))
-        return value, pullback(value)
+        return value, pullback(cotangent)
 
     return g
-
-
-def nbytes(tree) -> int:
-    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def fewest_bytes(spec, case, args, out, backward: bool) -> int:
-    """Forward: operands and result once. Backward as well: operands and cotangent once more, gradients written."""
-    forward = nbytes(args) + nbytes(out)
-    floats = [x for x in args if x is not None and x.dtype != jnp.bool_]
-    return forward + (nbytes(args) + nbytes(out) + nbytes(floats) if backward else 0)
 
 
 @functools.cache
 def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
     """All implementations of a case, timed together once; the tests replay it."""
     spec, case = next((s, c) for s, c in CASES if (s.name, c.id) == (spec_name, case_id))
-    make = functools.partial(operands, spec, case, dtype)
     forward = {name: function(spec, case, implementation=i) for name, i in (("jtops", "triton"), ("xla", "xla"))}
-    fs = {name: with_gradients(f) for name, f in forward.items()} if backward else forward
-    args = make(0)
-    got, want = (jax.jit(fs[name])(*args) for name in ("jtops", "xla"))
-    numerics.close(got, want, 3e-2 if dtype == "bfloat16" else 1e-4)
+    given = operands(spec, case, dtype, 0)
+    out = jax.eval_shape(forward["xla"], *given)
+    moved = spec.forward_bytes(out, *given)
+    make, fs = functools.partial(operands, spec, case, dtype), forward
+    if backward:
+        moved += spec.backward_bytes(out, *given)
+        fs = {name: with_gradients(f) for name, f in forward.items()}
+        make = lambda seed: (
+            *operands(spec, case, dtype, seed),
+            jax.random.normal(jax.random.key(1000 + seed), out.shape, out.dtype),
+        )
+    got, want = (jax.jit(fs[name])(*make(0)) for name in ("jtops", "xla"))
+    numerics.close(got, want, 3e-2 if dtype == "bfloat16" else 1e-3)
     timings = harness.measure(fs, make)
-    out = want[0] if backward else want
-    moved = fewest_bytes(spec, case, args, out, backward)
     ceiling = harness.copy_speed(moved)
     row = {"op": spec_name, "case": case_id, "dtype": dtype, "backward": backward, "bytes": moved, "copy_gb_s": ceiling / 1e9}
     for name, timing in timings.items():

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Shaped
 
 from jtops.core.compat import tl, triton
@@ -210,8 +209,6 @@ SPEC = Spec(
         Case("column", (Input((8192, 4096)), Input((8192, 1))), "column and its gradient"),
     ),
     backward_kernels=1,
-    bytes_moved=lambda x, y: (
-        x.nbytes + y.nbytes + int(np.prod(np.broadcast_shapes(x.shape, y.shape))) * max(x.itemsize, y.itemsize)
-    ),
-    flops=lambda x, y: int(np.prod(np.broadcast_shapes(x.shape, y.shape))),
+    forward_bytes=lambda out, x, y: out.nbytes + x.nbytes + y.nbytes,
+    backward_bytes=lambda out, x, y: out.nbytes + x.nbytes + y.nbytes,
 )

@@ -237,6 +237,6 @@ SPEC = Spec(
         Case("where", (Input((8192, 4096)), Input((8192, 4096), true=0.5)), "mask"),
     ),
     backward_kernels=1,
-    bytes_moved=lambda x, where=None, **_: 2 * x.nbytes + (0 if where is None else where.nbytes),
-    flops=lambda x, where=None, **_: 5 * x.size,
+    forward_bytes=lambda y, x, where: 2 * x.nbytes + (0 if where is None else where.nbytes),
+    backward_bytes=lambda y, x, where: 3 * x.nbytes + (0 if where is None else where.nbytes),
 )

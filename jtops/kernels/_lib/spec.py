@@ -47,7 +47,7 @@ class Spec:
     cases: tuple[Case, ...]  # for values and gradients
     compiled: tuple[Case, ...]  # real sizes, compiled for every supported GPU
     backward_kernels: int  # custom calls that the gradient of `small` adds
-    bytes_moved: Callable[..., int]  # (*operands, **options): fewest bytes the forward moves
-    flops: Callable[..., int]
+    forward_bytes: Callable[..., int]  # (result, *operands): the fewest bytes that the forward must move
+    backward_bytes: Callable[..., int]  # the same for the backward, with gradients of all floating operands
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
