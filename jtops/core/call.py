@@ -165,6 +165,7 @@ def _launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) ->
             raise ValueError(f"kernel {kernel.__name__}: {key}={options[key]!r} but backend_options has {key}={value!r}.")
         _check_hashable(kernel, f"backend_options[{key!r}]", value)
         options[key] = value
+    options.setdefault("enable_fp_fusion", True)  # said, not left to Triton, whose default depends on version and environment
     return tuple(sorted(options.items()))
 
 

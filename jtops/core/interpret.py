@@ -139,6 +139,7 @@ class _Machine:
             cells = tuple(types.CellType(self.convert(c.cell_contents)) for c in plain.__closure__ or ())
             made = types.FunctionType(plain.__code__, scope | {"__builtins__": builtins}, plain.__name__, None, cells)
             made.__defaults__ = tuple(getattr(d, "value", d) for d in plain.__defaults__ or ()) or None
+            made.__kwdefaults__ = {n: getattr(d, "value", d) for n, d in (plain.__kwdefaults__ or {}).items()}
             made.__dict__["jit_function"] = kernel
             functions[id(kernel)] = made
         return functions[id(kernel)]

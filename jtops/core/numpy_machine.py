@@ -4,24 +4,24 @@ from typing import Any
 
 import numpy as np
 
-from jtops.core import compat
 from jtops.core.types import NUMPY_TYPES
 
 _GUARD_BYTES = 512  # between any two buffers, so that running off one does not land in the next
 
 
 class Memory:
-    """Private copies of the buffers of one launch, and the check that every access stays inside them."""
+    """Private copies of the buffers of one launch; every access is checked to lie inside them."""
 
     def __init__(self, inputs, outputs):
         self.operands = [self._place(a, a.tobytes()) for a in inputs]
         self.results = [self._place(a, b"\xff" * a.nbytes) for a in outputs]  # all ones: NaN in every float format but fnuz
-        spans = [(a.ctypes.data, a.nbytes, f"operand {i}", False) for i, a in enumerate(self.operands)]
-        spans += [(a.ctypes.data, a.nbytes, f"result {i}", True) for i, a in enumerate(self.results)]
-        spans.sort()
-        self.starts = np.array([s[0] for s in spans], np.uint64)
-        self.ends = np.array([s[0] + s[1] for s in spans], np.uint64)
-        self.names, self.writable = [s[2] for s in spans], np.array([s[3] for s in spans])
+        named = [(a, f"operand {i}", False) for i, a in enumerate(self.operands)]
+        named += [(a, f"result {i}", True) for i, a in enumerate(self.results)]
+        named.sort(key=lambda entry: entry[0].ctypes.data)
+        self.bytes = [a.reshape(-1).view(np.uint8) for a, *_ in named]
+        self.starts = np.array([a.ctypes.data for a, *_ in named], np.uint64)
+        self.ends = self.starts + np.array([a.nbytes for a, *_ in named], np.uint64)
+        self.names, self.writable = [name for _, name, _ in named], np.array([writes for *_, writes in named])
 
     def _place(self, like: np.ndarray, content: bytes) -> np.ndarray:
         raw = np.zeros(like.nbytes + 2 * _GUARD_BYTES, np.uint8)
@@ -30,23 +30,51 @@ class Memory:
         body[:] = np.frombuffer(content, np.uint8)
         return body.view(like.dtype).reshape(like.shape)
 
-    def check(self, addresses: np.ndarray, itemsize: int, mask: np.ndarray, writes: bool) -> None:
-        """IndexError unless every live address lies in a buffer, and in a result if it is written."""
-        live = np.broadcast_to(addresses, mask.shape)[mask] if mask.shape else addresses[np.broadcast_to(mask, addresses.shape)]
-        if not live.size:
-            return
-        which = np.searchsorted(self.starts, live, "right").astype(np.int64) - 1
-        inside = (which >= 0) & (live + np.uint64(itemsize) <= self.ends[which])
-        verb = "store" if writes else "load"
+    def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """What lies at `addresses`, `other` where the mask is false; the dtype is that of `other`."""
+        addresses, mask, other = np.broadcast_arrays(addresses, mask, other)
+        values = np.array(other)
+        which = self.find(addresses[mask], values.dtype.itemsize, "load")
+        found = np.empty(which.shape, values.dtype)
+        for buffer, there, index in self._pieces(addresses[mask], which, values.dtype):
+            found[there] = buffer[index]
+        values[mask] = found
+        return values
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
+        """Write `values` where the mask is true; of several for one address, one stays."""
+        addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
+        which = self.find(addresses[mask], values.dtype.itemsize, "store")
+        for buffer, there, index in self._pieces(addresses[mask], which, values.dtype):
+            buffer[index] = values[mask][there]
+
+    def find(self, addresses: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
+        """The buffer of each address; IndexError unless each lies in one, and in a result if it is not only loaded."""
+        which = np.searchsorted(self.starts, addresses, "right").astype(np.int64) - 1
+        inside = (
+            (which >= 0) & (addresses + np.uint64(itemsize) <= self.ends[which]) if len(self.names) else np.zeros(which.shape, bool)
+        )
         if not inside.all():
             at = int(np.flatnonzero(~inside)[0])
-            start = int(self.starts[max(which[at], 0)])
+            near = max(int(which[at]), 0)
+            offset = (int(addresses[at]) - int(self.starts[near])) // itemsize if self.names else int(addresses[at])
             raise IndexError(
-                f"{verb} out of bounds: {int(np.sum(~inside))} of {live.size} addresses lie in no buffer, the first "
-                f"{(int(live[at]) - start) // itemsize} elements from the start of {self.names[max(which[at], 0)]}"
+                f"{verb} out of bounds: {int(np.sum(~inside))} of {addresses.size} addresses lie in no buffer, the first {offset} "
+                f"elements from the start of {self.names[near] if self.names else 'nothing'}"
             )
-        if writes and not self.writable[which].all():
-            raise IndexError(f"store into {self.names[which[np.flatnonzero(~self.writable[which])[0]]]}, which is an input")
+        if verb != "load" and not self.writable[which].all():
+            raise IndexError(f"{verb} into {self.names[which[np.flatnonzero(~self.writable[which])[0]]]}, which is an input")
+        return which
+
+    def _pieces(self, addresses, which, dtype):
+        """Per buffer that is met: its elements, which accesses meet it, and at what index."""
+        for b in np.unique(which):
+            there = which == b
+            offset = (addresses[there] - self.starts[b]).astype(np.int64)
+            if (offset % dtype.itemsize).any():
+                raise IndexError(f"access to {self.names[b]} is not aligned to its {dtype.itemsize} bytes")
+            elements = self.bytes[b][: len(self.bytes[b]) // dtype.itemsize * dtype.itemsize].view(dtype)
+            yield elements, there, offset // dtype.itemsize
 
 
 def numpy_type(ty) -> np.dtype:
@@ -63,29 +91,29 @@ def short_name(ty) -> str:
 def make_builder(base: Any, state: Any) -> Any:
     """Triton's NumPy builder with true bf16 and fp8 arithmetic, checked memory, and its position per thread."""
 
-    handle, tl = base.TensorHandle, compat.tl
+    handle = base.TensorHandle
     low = ("bf16", "fp8")
 
     class Builder(base.InterpreterBuilder):
         grid_idx = property(lambda self: state.grid_idx, lambda self, value: setattr(state, "grid_idx", value))
         grid_dim = property(lambda self: state.grid_dim, lambda self, value: setattr(state, "grid_dim", value))
 
-        def create_masked_load(self, ptrs, mask, other, *rest):
-            mask = mask if isinstance(mask, handle) else handle(mask, tl.int1)
-            state.memory.check(ptrs.data, numpy_type(ptrs.get_element_ty()).itemsize, mask.data, writes=False)
-            return super().create_masked_load(ptrs, mask, other, *rest)
+        def create_masked_load(self, ptrs, mask, other, *_):
+            mask, element = getattr(mask, "data", mask), ptrs.get_element_ty()
+            fill = np.zeros((), numpy_type(element)) if other is None else other.data
+            return handle(state.memory.load(ptrs.data, mask, fill), element)
 
-        def create_masked_store(self, ptrs, value, mask, *rest):
-            mask = mask if isinstance(mask, handle) else handle(mask, tl.int1)
-            state.memory.check(ptrs.data, numpy_type(ptrs.get_element_ty()).itemsize, mask.data, writes=True)
-            return super().create_masked_store(ptrs, value, mask, *rest)
+        def create_masked_store(self, ptrs, value, mask, *_):
+            state.memory.store(
+                ptrs.data, value.data.astype(numpy_type(ptrs.get_element_ty()), copy=False), getattr(mask, "data", mask)
+            )
 
         def create_atomic_rmw(self, op, ptr, val, mask, *rest):
-            state.memory.check(ptr.data, val.data.dtype.itemsize, mask.data, writes=True)
+            state.memory.find(np.broadcast_to(ptr.data, mask.data.shape)[mask.data], val.data.dtype.itemsize, "atomic")
             return super().create_atomic_rmw(op, ptr, val, mask, *rest)
 
         def create_atomic_cas(self, ptr, *rest):
-            state.memory.check(ptr.data, rest[0].data.dtype.itemsize, np.ones(ptr.data.shape, bool), writes=True)
+            state.memory.find(ptr.data.reshape(-1), rest[0].data.dtype.itemsize, "atomic")
             return super().create_atomic_cas(ptr, *rest)
 
         def cast_impl(self, src, dst_type):

@@ -5,13 +5,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import triton
-
-
-def _ptxas(arch: int) -> Path:
-    name = "ptxas-blackwell" if arch >= 100 else "ptxas"
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    return folder / name if (folder / name).exists() else folder / "ptxas"
+from triton.backends.nvidia.compiler import get_ptxas
 
 
 def of(kernel) -> dict[str, int]:
@@ -24,7 +18,7 @@ def of(kernel) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(kernel.binary)
-        command = [_ptxas(kernel.target.arch), "-v", f"-arch={arch}", source, "-o", f"{folder}/kernel.cubin"]
+        command = [get_ptxas(kernel.target.arch).path, "-v", f"-arch={arch}", source, "-o", f"{folder}/kernel.cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     return {
