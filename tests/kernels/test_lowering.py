@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import triton
 
 import jtops
 from jtops.core.target import Target
@@ -66,7 +67,8 @@ def test_resources(spec, case, target, dtype):
         assert taken["shared_bytes"] <= Target.parse(target).max_shared_bytes, name
         assert str(kernel.target) == target
         assert name in snapshot, f"{name} is not in the snapshot; write it with python -m tests.kernels.test_lowering"
-        assert taken["spill_bytes"] <= snapshot[name]["spill_bytes"], (name, taken, snapshot[name])
+        if triton.__version__ == snapshot["triton"]:  # other compilers allocate registers differently
+            assert taken["spill_bytes"] <= snapshot[name]["spill_bytes"], (name, taken, snapshot[name])
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
@@ -139,12 +141,13 @@ def test_same_text_in_every_process(tmp_path):
 
 def write_snapshot():
     """Compile everything and write what it takes."""
-    taken = {}
+    taken: dict = {}
     for spec, case in CASES:
         for target in TARGETS:
             for dtype in ("bfloat16", "float32"):
                 taken |= {name: r for name, (_, r) in measured(spec, case, dtype, target).items()}
                 print(f"\r{len(taken)} kernels", end="", flush=True)
+    taken["triton"] = triton.__version__
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(taken.items()))
     SNAPSHOT.write_text(f"{{\n{lines}\n}}\n")
     print(f", written to {SNAPSHOT}")

@@ -1,5 +1,6 @@
 """Each JAX transform once per op, on its small case: by default (the primitive over the reference) and by kernel."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -275,3 +276,15 @@ def test_remat_names(spec):
     saving = inner(policies.save_only_these_names(f"{spec.name}_residual"))
     layers = lambda *x: jax.lax.scan(lambda c, _: (saving(c, *x[1:]) + c, None), x[0], None, length=4)[0].sum()
     assert sum(kernels(jax.value_and_grad(layers)).values()) == 1 + spec.backward_kernels
+
+
+@every_op
+def test_residual_memory(spec):
+    """A scan over layers keeps what the backward kernel reads and nothing else: not the primals that it does not."""
+    layers, x, w = 16, jnp.ones((64, 1024)), jnp.ones((1024,))
+    kept = {"add": 0, "softmax": 1, "layer_norm": 1}[spec.name]  # arrays of the size of x per layer
+    others = {"add": (w,), "softmax": (None,), "layer_norm": (w, w)}[spec.name]
+    f = function(spec, dataclasses.replace(spec.small, options={}), implementation="interpret")
+    loss = lambda x: (jax.lax.scan(lambda c, _: (f(c, *others), None), x, None, length=layers)[0] ** 2).sum()
+    used = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
+    assert used <= (layers * kept + 5) * x.nbytes, used / x.nbytes
