@@ -49,15 +49,16 @@ setup: $(READY)  ## make .venv
 
 .venv/ready: requirements/dev.lock requirements/cuda.lock requirements/lowering.lock pyproject.toml
 	@python="$$(./scripts/find_python)" || exit 1; \
-	echo "Setting up .venv with $$python ($$("$$python" --version)); this takes a minute or two, once."; \
+	echo "Setting up .venv with $$python ($$("$$python" --version)), once: a minute or two, 1.7 GB (5 GB with a GPU)."; \
 	rm -rf .venv && "$$python" -m venv .venv
+	@echo "Installing jax, triton, flax and the tools of requirements/dev.lock ..."
 	.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements/dev.lock
 ifneq ($(GPU),0)
 	.venv/bin/python -m pip install -q --disable-pip-version-check -r requirements/cuda.lock
 else ifdef LINUX
 	.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/lowering.lock
 endif
-	.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@touch .venv/ready
 
 REFERENCE := jax==0.11.2 jaxlib==0.11.2 triton==3.6.0

@@ -26,6 +26,8 @@ def pytest_configure(config):
         # Level 0: most of the time goes into compiling programs that run once.
         flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
         os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *flags])
+    # Compiled kernels remember the paths of their sources: a cache that other checkouts write to would give theirs.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "triton"))
     for name in [k for k in os.environ if k.startswith("JTOPS_")]:  # a developer's settings must not change what is tested
         del os.environ[name]
 

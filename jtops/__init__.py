@@ -1,12 +1,15 @@
 """jtops: ready-made fused GPU ops for JAX, written in Triton."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from jtops import config, errors
 from jtops.core.call import triton_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.launch import Config
 from jtops.kernels.add import add
-from jtops.kernels.layer_norm import layer_norm
+from jtops.kernels.flash_attention import flash_attention
+from jtops.kernels.norm import layer_norm, rms_norm
 from jtops.kernels.softmax import softmax
 
 __all__ = [
@@ -16,9 +19,16 @@ __all__ = [
     "cdiv",
     "config",
     "errors",
+    "flash_attention",
     "layer_norm",
     "next_power_of_2",
+    "rms_norm",
     "softmax",
     "strides_from_shape",
     "triton_call",
 ]
+
+try:
+    __version__ = version("jtops")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "unknown"

@@ -5,15 +5,28 @@
     jax.config.update("jtops_implementation", "xla")    # whole process
     JTOPS_IMPLEMENTATION=xla python train.py            # from outside
 
-``jtops.config.implementation.value`` reads the value in force.
+``jtops.config.implementation.value`` reads the value in force. To lower or export for a GPU that is not there:
+
+    with jtops.config.target("sm_90"):
+        lowered = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
+        exported = jax.export.export(
+            jax.jit(f), platforms=("cuda",),
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")],
+        )(x)
+
+(A program for an AMD GPU holds the path of a file that lives as long as this process: lower it, do not export it.)
 
 Every setting here changes what is traced, so every one is part of JAX's jit key *and* of its trace context: with either
 alone, or with a plain global, a jitted function silently keeps the choice it was first traced with.
 """
 
+from typing import Literal
+
 from jtops.core import compat
 
-__all__ = ["implementation", "interpret", "target"]
+__all__ = ["Implementation", "implementation", "interpret", "target"]
+
+Implementation = Literal["triton", "xla", "interpret"]
 
 implementation = compat.config_state(
     "jtops_implementation",
@@ -26,6 +39,7 @@ target = compat.config_state(
     "jtops_target",
     "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
     "lowering on a machine without that GPU. None: the device itself.",
+    pattern=r"(sm_?)?\d{2,3}a?|\d{1,2}\.\d|gfx[0-9a-f]{3,4}",
 )
 
 

@@ -50,3 +50,51 @@ def layer_norm_vjp(x, scale=None, bias=None, *, g, epsilon=1e-6, scale_offset=0.
     w = g if scale is None else g * (scale + scale_offset)
     dx = rstd * (w - w.mean(-1, keepdims=True) - x_hat * (w * x_hat).mean(-1, keepdims=True))
     return dx, None if scale is None else _sum_to(g * x_hat, scale), None if bias is None else _sum_to(g, bias)
+
+
+def rms_norm(x, scale=None, *, epsilon=1e-6, scale_offset=0.0):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * (1 if scale is None else scale + scale_offset)
+
+
+def rms_norm_vjp(x, scale=None, *, g, epsilon=1e-6, scale_offset=0.0):
+    rstd = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+    w = g if scale is None else g * (scale + scale_offset)
+    dx = rstd * w - x * rstd**3 * (w * x).mean(-1, keepdims=True)
+    return dx, None if scale is None else _sum_to(g * x * rstd, scale)
+
+
+def _attention_mask(s, t, causal, window):
+    i, j = np.arange(s)[:, None], np.arange(t)[None, :]
+    position = i + (t - s) if causal == "bottom_right" else i
+    left, right = window if isinstance(window, tuple) else (window, window)
+    mask = np.ones((s, t), bool)
+    if causal:
+        mask &= j <= position
+    if left is not None:
+        mask &= j >= position - left
+    if right is not None:
+        mask &= j <= position + right
+    return mask
+
+
+def _attention(q, k, v, causal, window, scale):
+    """-> probabilities [..., h, s, t] and heads' k and v, each query head with its own."""
+    r = q.shape[-2] // k.shape[-2]
+    k, v = np.repeat(k, r, -2), np.repeat(v, r, -2)
+    logits = np.einsum("...shd,...thd->...hst", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    mask = _attention_mask(q.shape[-3], k.shape[-3], causal, window)
+    return softmax(logits, np.broadcast_to(mask, logits.shape)), k, v
+
+
+def flash_attention(q, k, v, *, causal=False, window=None, scale=None):
+    p, _, v = _attention(q, k, v, causal, window, scale)
+    return np.einsum("...hst,...the->...she", p, v)
+
+
+def flash_attention_vjp(q, k, v, *, g, causal=False, window=None, scale=None):
+    p, kh, vh = _attention(q, k, v, causal, window, scale)
+    dp = np.einsum("...she,...the->...hst", g, vh)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    grouped = lambda x: x.reshape(*x.shape[:-2], k.shape[-2], -1, x.shape[-1]).sum(-2)
+    dk, dv = np.einsum("...hst,...shd->...thd", ds, q), np.einsum("...hst,...she->...the", p, g)
+    return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv)

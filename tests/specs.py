@@ -13,7 +13,16 @@ import jtops
 from tests import oracles
 
 OPS = [f for name in jtops.__all__ if inspect.isfunction(f := getattr(jtops, name)) and f.__module__.startswith("jtops.kernels")]
-SPECS = {f.__name__: getattr(sys.modules[f.__module__], "SPEC", None) for f in OPS}
+
+
+def _spec(op):
+    """A module has one SPEC, or SPECS of the ops that share its kernels."""
+    module = sys.modules[op.__module__]
+    given = [module.SPEC] if hasattr(module, "SPEC") else getattr(module, "SPECS", [])
+    return next((spec for spec in given if spec.function is op), None)
+
+
+SPECS = {f.__name__: _spec(f) for f in OPS}
 CASES = [(spec, case) for spec in SPECS.values() if spec is not None for case in spec.cases]
 CASE_IDS = [f"{spec.name}-{case.id}" for spec, case in CASES]
 

@@ -72,8 +72,8 @@ lowering.register(triton_call_p)
 def triton_call(
     *args: Any,
     kernel: Any,
-    out_type: Any,
-    grid: GridOrFn,
+    out_type: Any = None,
+    grid: GridOrFn | None = None,
     name: str = "",
     num_warps: int | None = None,
     num_stages: int | None = None,
@@ -117,6 +117,7 @@ def triton_call(
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
     function = compat.kernel_function(kernel)
+    _check_keywords(function, kwargs, out_type=out_type, grid=grid)
     options = _launch_options(function, num_warps, num_stages, num_ctas, backend_options)
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
     outs = tuple(
@@ -124,7 +125,7 @@ def triton_call(
     )
     bound, arrays = _bind(function, args, kwargs, options, outs)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
-    grid3 = normalize_grid(grid(meta) if callable(grid) else grid, function.__name__)
+    grid3 = normalize_grid(_called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
     if 0 in grid3:
         return tree.unflatten([jnp.zeros(t.shape, t.dtype) for t in outs])
     call = KernelCall(
@@ -160,7 +161,19 @@ def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, in
 def _launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) -> tuple[tuple[str, Any], ...]:
     named = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
     options = {k: v for k, v in named.items() if v is not None}
+    for key, value in options.items():
+        power = key == "num_warps"
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1 or (power and value & (value - 1)):
+            raise ValueError(
+                f"kernel {kernel.__name__}: {key} must be a positive {'power of two' if power else 'int'}; got {value!r}."
+            )
+        options[key] = int(value)
     for key, value in (backend_options or {}).items():
+        if key not in compat.BACKEND_OPTIONS:
+            raise TypeError(
+                f"kernel {kernel.__name__}: backend_options has {key!r}, which Triton's compilers do not know."
+                f"{_nearest(key, compat.BACKEND_OPTIONS)}"
+            )
         if options.get(key, value) != value:
             raise ValueError(f"kernel {kernel.__name__}: {key}={options[key]!r} but backend_options has {key}={value!r}.")
         _check_hashable(kernel, f"backend_options[{key!r}]", value)
@@ -191,15 +204,41 @@ def _check_hashable(kernel, what, value):
         ) from None
 
 
-def _bind(kernel, args, kwargs, options, outs) -> tuple[Bound, list]:
-    """Give every parameter of the kernel its value; -> (bound parameters, array operands)."""
-    params = {p.name: p for p in kernel.params}
-    signature = f"{kernel.__name__}({', '.join(params)})"
+def _signature(kernel) -> str:
+    return f"{kernel.__name__}({', '.join(p.name for p in kernel.params)})"
+
+
+def _nearest(key: str, known) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _check_keywords(kernel, kwargs, **needed) -> None:
+    params = [p.name for p in kernel.params]
     for key in kwargs:
         if key not in params:
-            near = difflib.get_close_matches(key, [*params, *_KEYWORDS], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"triton_call: {key!r} is neither a parameter of {signature} nor an option of triton_call.{hint}")
+            raise TypeError(
+                f"triton_call: {key!r} is neither a parameter of {_signature(kernel)} nor an option of triton_call."
+                f"{_nearest(key, [*params, *_KEYWORDS])}"
+            )
+    for name, value in needed.items():
+        if value is None:
+            raise TypeError(f"triton_call of kernel {kernel.__name__}: {name} is missing.")
+
+
+def _called_grid(grid, meta, kernel):
+    try:
+        return grid(meta)
+    except KeyError as error:
+        raise KeyError(
+            f"kernel {kernel.__name__}: the grid function asks for {error}, but is given {', '.join(map(repr, meta))}."
+            f"{_nearest(str(error.args[0]), map(str, meta))}"
+        ) from None
+
+
+def _bind(kernel, args, kwargs, options, outs) -> tuple[Bound, list]:
+    """Give every parameter of the kernel its value; -> (bound parameters, array operands)."""
+    params, signature = {p.name: p for p in kernel.params}, _signature(kernel)
     positional = [p for n, p in params.items() if n not in kwargs]
     if len(args) > len(positional):
         raise TypeError(

@@ -5,6 +5,8 @@ keeps the Python function so that op files import, and using a kernel raises one
 """
 
 import importlib.util
+import os
+import re
 import sys
 import types
 from typing import Any
@@ -19,6 +21,7 @@ from jax.interpreters import ad, mlir
 MIN_JAX, MIN_TRITON = (0, 11, 2), (3, 6)
 
 __all__ = [
+    "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
     "ad",
@@ -54,16 +57,20 @@ if _version(jax.__version__) < MIN_JAX:
 apply_primitive = dispatch.apply_primitive
 
 
-def config_state(name: str, doc: str, values: tuple[str, ...] | None = None) -> Any:
-    """A setting that JAX itself tracks: context manager, ``jax.config`` option, environment variable ``NAME``."""
-    keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
-    if values is not None:
-        return jax_config.optional_enum_state(name, list(values), None, doc, **keyed)
+def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pattern: str = "") -> Any:
+    """A setting that JAX itself tracks: context manager, ``jax.config`` option, environment variable ``NAME``.
+
+    Its value is None, or one of `values`, or a string of the form `pattern`.
+    """
+    rule = f"None or one of {', '.join(map(repr, values))}" if values else f"None or a string like {pattern}"
 
     def check(value):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"jax.config.{name} must be a string or None; got {value!r}.")
+        legal = value in values if values else isinstance(value, str) and re.fullmatch(pattern, value)
+        if value is not None and not legal:
+            raise ValueError(f"{name} (environment: {name.upper()}) must be {rule}; got {value!r}.")
 
+    check(os.environ.get(name.upper()))
+    keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
     return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
 
 
@@ -114,16 +121,20 @@ def host_callback(ctx, fn, *operands):
 try:
     import triton
     import triton.language as tl
+    from triton.backends.amd.compiler import HIPOptions
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDAOptions
     from triton.compiler import ASTSource
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
+    BACKEND_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | frozenset(HIPOptions.__dataclass_fields__)
     INTERPRET_MODE = type(tl.sum).__name__ == "InterpretedFunction"  # TRITON_INTERPRET was set before Triton was imported
 except ImportError as import_error:
     HAS_TRITON = INTERPRET_MODE = False
+    BACKEND_OPTIONS = frozenset()
     _why = str(import_error)
 
     class _Absent:

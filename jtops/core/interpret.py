@@ -29,7 +29,8 @@ def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs: list[np.ndarra
     """Run every program of `grid`; `outputs` are written in place, `inputs` are untouched."""
     if isinstance(kernel, compat.GluonJITFunction):
         raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
-    memory = Memory(inputs, outputs)
+    names = lambda kind: [name for _, name in sorted((p.index, name) for name, p in bound if isinstance(p, kind))]
+    memory = Memory(inputs, outputs, names(Operand), names(Result))
     _machine().run(kernel, bound, grid, memory)
     for mine, out in zip(memory.results, outputs, strict=True):
         out[...] = mine
@@ -157,7 +158,21 @@ class _Machine:
             return self._bind(value)
         if isinstance(value, types.ModuleType):
             return _Module(self, value)
+        if callable(value) and getattr(value, "__module__", "").startswith("triton.language.extra"):
+            return self._libdevice(value)
         return value
+
+    def _libdevice(self, function):
+        """A function of libdevice, which has no body in Python: NumPy's of the same name, where there is one."""
+        ufunc = getattr(np, function.__name__, None)
+
+        def call(*args):
+            if not isinstance(ufunc, np.ufunc):
+                raise NotImplementedError(f"libdevice.{function.__name__} has no interpreter")
+            tensors = [self.semantic.to_tensor(a) for a in args]
+            return self._wrap(ufunc(*(t.handle.data for t in tensors)).astype(tensors[0].handle.data.dtype), tensors[0].dtype)
+
+        return call
 
     def _bind(self, builtin):
         @functools.wraps(builtin)

@@ -38,9 +38,11 @@ def lower_gpu(ctx, *operands, call, platform):
 def lower_host(ctx, *operands, call):
     """Lowering rule for CPU and every other platform."""
     if not call.interpret:
+        platform = Target.parse(call.target).platform if call.target else "cuda"
         raise UnsupportedError(
             f"triton_call of kernel {call.kernel.__name__}: lowering for {_platform(ctx)}, which runs no Triton kernels. "
-            "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU."
+            "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU; to lower for one "
+            f'that is not there: jax.jit(f).trace(x).lower(lowering_platforms=("{platform}",)).'
         )
     content = (compat.kernel_key(call.kernel), call.bound, call.grid, ctx.avals_in, ctx.avals_out)
     key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"

@@ -12,11 +12,11 @@ _GUARD_BYTES = 512  # between any two buffers, so that running off one does not 
 class Memory:
     """Private copies of the buffers of one launch; every access is checked to lie inside them."""
 
-    def __init__(self, inputs, outputs):
+    def __init__(self, inputs, outputs, input_names, output_names):
         self.operands = [self._place(a, a.tobytes()) for a in inputs]
         self.results = [self._place(a, b"\xff" * a.nbytes) for a in outputs]  # all ones: NaN in every float format but fnuz
-        named = [(a, f"operand {i}", False) for i, a in enumerate(self.operands)]
-        named += [(a, f"result {i}", True) for i, a in enumerate(self.results)]
+        named = [(a, name, False) for a, name in zip(self.operands, input_names, strict=True)]
+        named += [(a, name, True) for a, name in zip(self.results, output_names, strict=True)]
         named.sort(key=lambda entry: entry[0].ctypes.data)
         self.bytes = [a.reshape(-1).view(np.uint8) for a, *_ in named]
         self.starts = np.array([a.ctypes.data for a, *_ in named], np.uint64)

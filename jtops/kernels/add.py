@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from jtops.config import Implementation
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib import checks
@@ -152,7 +153,7 @@ def add(
     x: Shaped[Array, "*#shape"],
     y: Shaped[Array, "*#shape"],
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Shaped[Array, "*shape"]:
     """``x + y`` with NumPy broadcasting and JAX's type promotion, as ``jax.numpy.add``.
@@ -173,16 +174,14 @@ def add(
       ValueError: the shapes do not broadcast.
       UnsupportedError: a dtype without kernel (bool, complex, float64), where a kernel must run.
     """
-    given = [(name, v, checks.array("add", name, v, floating=False)) for name, v in (("x", x), ("y", y))]
-    dtype = jnp.result_type(x, y)
-    # A Python number takes the other operand's type.
-    a, b = (v.astype(dtype) if jax.typeof(jnp.asarray(raw)).weak_type else v for _, raw, v in given)
-    try:
-        shape = jnp.broadcast_shapes(a.shape, b.shape)
-    except ValueError:
-        raise ValueError(f"add: shapes must broadcast together; got x {a.shape}, y {b.shape}.") from None
-    matrix = lambda v: v.reshape((1,) * (2 - v.ndim) + v.shape)
-    return _add(matrix(a), matrix(b), implementation=implementation, config=config)[0].reshape(shape)
+    a, b = (checks.array("add", name, v, floating=False) for name, v in (("x", x), ("y", y)))
+    if not (isinstance(x, jax.Array) and isinstance(y, jax.Array)) or jax.typeof(x).weak_type or jax.typeof(y).weak_type:
+        raws = [jnp.asarray(v) for v in (x, y)]
+        dtype = jnp.result_type(*raws)  # a Python number takes the other operand's type
+        a, b = (v.astype(dtype) if jax.typeof(raw).weak_type else v for raw, v in zip(raws, (a, b), strict=True))
+    shape = checks.broadcast("add", "shapes", x=a.shape, y=b.shape)
+    out = _add(a, b, implementation=implementation, config=config)[0]
+    return out if out.shape == shape else out.reshape(shape)
 
 
 SPEC = Spec(
@@ -190,6 +189,7 @@ SPEC = Spec(
     function=add,
     operands=("x", "y"),
     small=Case("small", (Input((2, 3, 5)), Input((5,))), "a row of y shared by all rows of x"),
+    meshed=Case("meshed", (Input((16, 8, 32)), Input((32,))), "rows of x on many devices, y on all"),
     cases=(
         Case("same", (Input((7, 33)), Input((7, 33))), "no broadcasting: flat kernel, odd tail"),
         Case("vector", (Input((1000,)), Input((1000,))), "rank below the kernel's"),

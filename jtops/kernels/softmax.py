@@ -1,17 +1,20 @@
 """softmax along one or several axes. Bound by memory: one read, one write; the backward reads two arrays and writes one."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jtops.config import Implementation
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib import checks
 from jtops.kernels._lib.device import own_row
 from jtops.kernels._lib.fused_op import fused_op
 from jtops.kernels._lib.launch import Config, Launch
+from jtops.kernels._lib.precision import accumulator
 from jtops.kernels._lib.spec import Case, Input, Spec
 
 
@@ -135,7 +138,7 @@ def _backward(launch: Launch, operands, saved, cotangents):
 
 
 def _reference(x, where):
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(accumulator(x.dtype))
     if where is None:
         m = jnp.max(wide, -1, keepdims=True, initial=-jnp.inf)
         e = jnp.exp(wide - jax.lax.stop_gradient(m))
@@ -154,10 +157,10 @@ _softmax = fused_op("softmax", "n, n -> n", reference=_reference, forward=_forwa
 
 def softmax(
     x: Float[Array, "*shape"],
-    axis: int | tuple[int, ...] = -1,
+    axis: int | Sequence[int] | None = -1,
     where: Bool[Array, "*#shape"] | None = None,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Float[Array, "*shape"]:
     """``exp(x) / sum(exp(x), axis)``, computed as ``exp(x - max(x))`` in float32; as ``jax.nn.softmax``.
@@ -166,7 +169,7 @@ def softmax(
 
     Args:
       x: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
-      axis: axis or axes whose elements sum to 1.
+      axis: axis or axes whose elements sum to 1; None is all of them.
       where: boolean, broadcastable to `x`: elements that take part. The others are 0, have gradient 0 and may hold anything.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_M`` (rows) and ``BLOCK_N`` (elements of a row at a time). None: chosen by size.
@@ -182,7 +185,8 @@ def softmax(
     Source: online maximum and sum after Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.
     """
     x = checks.array("softmax", "x", x)
-    axes = tuple(checks.axis_index("softmax", a, x.ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    named = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
+    axes = tuple(checks.axis_index("softmax", a, x.ndim) for a in named)
     if len(set(axes)) != len(axes) or not axes:
         raise ValueError(f"softmax: axis must name one or more distinct axes; got {axis}.")
     if where is not None:
@@ -213,6 +217,7 @@ SPEC = Spec(
     function=softmax,
     operands=("x", "where"),
     small=Case("small", (Input((3, 4, 8)), Input((4, 8), true=0.8)), "a mask shared by the batch"),
+    meshed=Case("meshed", (Input((16, 8, 32)), None), "rows on many devices"),
     cases=(
         Case("one", (Input((5, 1)), None), "a row of one element is 1, with gradient 0"),
         Case("vector", (Input((1000,)), None), "no batch axis; odd length"),

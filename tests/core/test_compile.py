@@ -143,8 +143,9 @@ def test_shipped_text_is_code_only():
     """No paths, no line tables, no comments; and it still assembles."""
     (kernel,) = lowered.kernels(copied(BLOCK=256), X)
     full = kernel.triton_kernel.asm["ptx"]
-    assert __file__ in full
-    for unwanted in ("//", ".loc", ".file", ".debug", __file__, "$L__tmp"):
+    name = Path(__file__).name  # the folder may be another checkout's, where Triton's cache is shared
+    assert name in full
+    for unwanted in ("//", ".loc", ".file", ".debug", name, "$L__tmp"):
         assert unwanted not in kernel.binary
     assert len(kernel.binary) < len(full) / 2
     assert resources.of(kernel)["spill_bytes"] == 0

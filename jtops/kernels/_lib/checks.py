@@ -11,15 +11,16 @@ KERNEL_FLOATS = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float
 
 def array(op: str, name: str, x: Any, *, floating: bool = True) -> jax.Array:
     """`x` as a strongly typed array; TypeError if it cannot be one, or is not of a floating dtype where one is needed."""
-    try:
-        value = jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: {name} must be an array; got {x!r} of type {type(x).__name__}.") from None
+    value = x
+    if not isinstance(x, jax.Array):
+        try:
+            value = jnp.asarray(x)
+        except (TypeError, ValueError):
+            raise TypeError(f"{op}: {name} must be an array; got {x!r} of type {type(x).__name__}.") from None
     if floating and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(
-            f"{op}: {name} must have a floating dtype; got {value.dtype} {value.shape}. Cast it, e.g. {name}.astype('float32')."
-        )
-    return jnp.asarray(value, dtype=value.dtype)  # drops weak typing
+        cast = "" if jnp.issubdtype(value.dtype, jnp.complexfloating) else f" Cast it, e.g. {name}.astype('float32')."
+        raise TypeError(f"{op}: {name} must have a floating dtype; got {value.dtype} {value.shape}.{cast}")
+    return jnp.asarray(value, dtype=value.dtype) if jax.typeof(value).weak_type else value
 
 
 def boolean(op: str, name: str, x: Any) -> jax.Array:
@@ -77,3 +78,12 @@ def kernel_floats(*operands: Any, **_: Any) -> str | None:
         str(x.dtype) for x in operands if x is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype not in KERNEL_FLOATS
     }
     return f"no kernel for dtype {', '.join(sorted(wrong))} (only float32, bfloat16, float16)" if wrong else None
+
+
+def broadcast(op: str, what: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that these broadcast to; ValueError if they do not."""
+    try:
+        return jnp.broadcast_shapes(*shapes.values())
+    except ValueError:
+        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{op}: {what} must broadcast together; got {got}.") from None

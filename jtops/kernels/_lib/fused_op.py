@@ -141,7 +141,7 @@ def fused_op(
       name: the op's public name; launches are called ``jtops_{name}_{stage}``, saved values ``{name}_residual``.
       axes: core axes of operands and results, batch axes left out: ``"n, n, n -> n"``, ``"s (g r) d, t g d -> s (g r) d"``. A
         compound axis is one array axis made of two, the first outermost; ``()`` is an array with no core axis. Any core axis of
-        an operand may have size 1 where the reference broadcasts.
+        an operand may have size 1, or be missing at the front, where the reference broadcasts.
       reference: ``(*operands, **options) -> (*outs, *residuals)`` in jax.numpy; leading batch axes broadcast; absent operands are
         None. It defines shapes, dtypes and every derivative beyond the first reverse one.
       forward: launcher ``(launch, *operands) -> (*outs)``, plus residuals if ``launch.residuals``.
@@ -151,8 +151,8 @@ def fused_op(
       residuals: core axes of what only the residual forward writes.
       saves: which outs the backward reads.
       whole: axes that one device must hold in full. All others, and all batch axes, may be sharded.
-      limits: ``(*operand types, **options) -> reason | None``: why this legal call has no kernel. It may look at dtypes and core
-        axes alone: it is asked again when the program is lowered, of operands with more batch axes.
+      limits: ``(*operands, **options) -> reason | None``: why this legal call has no kernel. It may look at dtypes and the last
+        axes alone: it is asked again when the program is lowered, of types with more batch axes.
       blocks: names of the block sizes that a `Config` of this op must have.
 
     Launchers see one leading batch axis: operand i has ``launch.rows[i].own`` rows (see `Rows`), saved values and cotangents have
@@ -173,25 +173,30 @@ def fused_op(
         blocks=frozenset(blocks.split()),
     )
 
+    cores = [len(a) for a in op.rule.operands]
+
     def bind_op(static: Call, *given):
-        return tuple(bind(static, *given))
+        """Give every operand the same number of batch axes; inside jit, where reshapes are free."""
+        core = [n for n, p in zip(cores, static.present, strict=True) if p]
+        padded = [x.reshape((1,) * (static.n_batch + n - x.ndim) + x.shape) for x, n in zip(given, core, strict=True)]
+        return tuple(bind(static, *padded))
 
     bind_op.__name__ = bind_op.__qualname__ = name
     jitted = jax.jit(bind_op, static_argnums=0)  # eager calls cost an eighth of an unjitted bind's
 
     def call(*operands, implementation: str | None = None, config: Any = None, **options):
+        if len(operands) != len(cores):
+            raise TypeError(f"{name}: the axis rule {axes!r} has {len(cores)} operands; got {len(operands)}.")
         implementation = _resolve_implementation(name, implementation)
         _check_config(op, config)
         if implementation == "xla":
             return tuple(reference(*operands, **options))[: len(op.rule.outs)]
-        reason = limits(*(None if x is None else jax.typeof(x) for x in operands), **options)
+        reason = limits(*operands, **options)
         if reason is not None and implementation is not None:
             raise UnsupportedError(f'{name}: {reason}; implementation={implementation!r} needs a kernel. Use implementation="xla".')
-        cores = [len(a) for a in op.rule.operands]
-        n_batch = max(x.ndim - n for x, n in zip(operands, cores, strict=True) if x is not None)
-        pad = lambda x, n: x.reshape((1,) * (n_batch - (x.ndim - n)) + x.shape)
-        given = [pad(x, n) for x, n in zip(operands, cores, strict=True) if x is not None]
+        given = [x for x in operands if x is not None]
         present = tuple(x is not None for x in operands)
+        n_batch = max(0, *(x.ndim - n for x, n in zip(operands, cores, strict=True) if x is not None))
         static = Call(op, "out", n_batch, present, tuple(sorted(options.items())), implementation, target.requested(), config)
         return jitted(static, *given)
 
@@ -243,6 +248,12 @@ def reference_stage(call: Call, *args) -> list:
         new = iter(moved)
         full = iter([next(new) if w else p for w, p in zip(call.wrt or (False,) * call.n_in, primals, strict=True)])
         outs = call.op.reference(*(next(full) if p else None for p in call.present), **dict(call.options))
+        if not isinstance(outs, tuple) or len(outs) != call.n_out + len(call.op.rule.residuals):
+            got = f"{len(outs)} results" if isinstance(outs, tuple) else f"{type(outs).__name__}, no tuple"
+            raise TypeError(
+                f"{call.op.name}: the reference must return a tuple of {call.n_out} outs and {len(call.op.rule.residuals)} "
+                f"residuals; got {got}."
+            )
         return [jnp.broadcast_to(o, shape + o.shape[call.n_batch :]) for o in outs]
 
     if call.stage == "out":
@@ -396,11 +407,36 @@ def _run_kernel(call: Call, platform: str, *args) -> list:
     collapsed = spread((_collapse(x, n, shape) for x in primals), call.present)
     if call.stage in ("out", "fwd"):
         outs = call.op.forward(launch, *collapsed)
+        _check_results(call, "forward", "results", outs, [((batch, *t.shape[n:]), (t.dtype,)) for t in types])
         return [o.reshape(t.shape) for o, t in zip(outs, types, strict=True)]
     full = lambda x: jnp.broadcast_to(x, shape + x.shape[n:]).reshape(batch, *x.shape[n:])
     grads = call.op.backward(launch, collapsed, [full(x) for x in saved], spread((full(x) for x in linear), call.live))
+    allowed: list = [None] * len(rows)
+    for i, t in zip([i for i, w in enumerate(wanted) if w], types, strict=True):
+        own = {r: (r, *t.shape[n:]) for r in (batch, rows[i].own)}
+        allowed[i] = (tuple(own.values()), (t.dtype, jnp.dtype(jnp.float32)))
+    _check_results(call, "backward", "gradients", grads, allowed)
     grads = [g if g.shape[0] == r.own else r.sum(g) for g, r in _picked(zip(grads, rows, strict=True), wanted)]
     return [_restore(g, t.shape, n, shape) for g, t in zip(grads, types, strict=True)]
+
+
+def _check_results(call: Call, launcher: str, what: str, got, wanted: list) -> None:
+    """A launcher's mistake should not surface as a failed reshape. `wanted`: (shapes, dtypes) per result, None: anything."""
+    where = f"{call.op.name}: the {launcher} launcher"
+    if not isinstance(got, tuple | list) or len(got) != len(wanted):
+        count = f"{len(got)}" if isinstance(got, tuple | list) else f"a {type(got).__name__}"
+        raise TypeError(f"{where} must return {len(wanted)} {what}, in a tuple; got {count}.")
+    for i, (x, rule) in enumerate(zip(got, wanted, strict=True)):
+        if rule is None:
+            continue
+        shapes, dtypes = rule
+        shapes = shapes if isinstance(shapes[0], tuple) else (shapes,)
+        if x is None or x.shape not in shapes or x.dtype not in dtypes:
+            have = "None" if x is None else f"{x.dtype} {x.shape}"
+            raise TypeError(
+                f"{where} must return {what}[{i}] as {' or '.join(map(str, dict.fromkeys(dtypes)))} of shape "
+                f"{' or '.join(map(str, dict.fromkeys(shapes)))}, as the reference has it; got {have}."
+            )
 
 
 def _own_span(own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:

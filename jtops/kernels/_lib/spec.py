@@ -44,6 +44,7 @@ class Spec:
     function: Callable
     operands: tuple[str, ...]  # parameters of `function` that a case's inputs are for
     small: Case  # for transforms
+    meshed: Case  # for meshes of 8 devices: the first operand's first and last axis can be split; so can those of its rank
     cases: tuple[Case, ...]  # for values and gradients
     compiled: tuple[Case, ...]  # real sizes, compiled for every supported GPU
     backward_kernels: int  # custom calls that the gradient of `small` adds

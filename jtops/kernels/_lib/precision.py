@@ -1,0 +1,49 @@
+"""How exactly things are computed. Products of float32 are float32-accurate by default; JAX's own default on GPUs is TF32."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_HIGHEST = {"highest", "float32", "f32_f32_f32", "tf32_tf32_f32_x3"}
+_LESS = {
+    "default",
+    "high",
+    "fastest",
+    "bfloat16",
+    "tensorfloat32",
+    "bfloat16_3x",
+    "bf16_bf16_f32",
+    "bf16_bf16_f32_x3",
+    "tf32_tf32_f32",
+}
+
+
+def accumulator(dtype) -> jnp.dtype:
+    """What references compute in: float64 for float64, float32 for every shorter float."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+def resolve(op: str, precision) -> str:
+    """``"highest"`` or ``"tf32"``: what a call asks for, else what ``jax_default_matmul_precision`` says, else float32 accuracy."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    if precision is None:
+        return "highest"
+    name = precision.name if isinstance(precision, lax.Precision) else str(precision)
+    if name.lower() in _HIGHEST:
+        return "highest"
+    if name.lower() in _LESS:
+        return "tf32"
+    raise ValueError(f'{op}: precision must be a jax.lax.Precision or a name such as "highest" or "default"; got {precision!r}.')
+
+
+def lax_precision(resolved: str) -> lax.Precision:
+    """For the reference."""
+    return lax.Precision.HIGHEST if resolved == "highest" else lax.Precision.DEFAULT
+
+
+def dot_precision(resolved: str, target) -> str:
+    """For ``tl.dot``: three TF32 products where tensor cores have TF32, else float32 arithmetic."""
+    if target.platform == "rocm":
+        return "ieee"
+    return "tf32x3" if resolved == "highest" else "tf32"
