@@ -281,9 +281,15 @@ def test_remat_names(spec):
 @every_op
 def test_residual_memory(spec):
     """A scan over layers keeps what the backward kernel reads and nothing else: not the primals that it does not."""
-    layers, x, w = 16, jnp.ones((64, 1024)), jnp.ones((1024,))
-    kept = {"add": 0, "softmax": 1, "layer_norm": 1}[spec.name]  # arrays of the size of x per layer
-    others = {"add": (w,), "softmax": (None,), "layer_norm": (w, w)}[spec.name]
+    layers, x, w, heads = 16, jnp.ones((64, 1024)), jnp.ones((1024,)), jnp.ones((64, 16, 64))
+    kept, operands = {  # arrays of the size of the first operand, for each layer
+        "add": (0, (x, w)),
+        "softmax": (1, (x, None)),
+        "layer_norm": (1, (x, w, w)),
+        "rms_norm": (1, (x, w)),
+        "flash_attention": (2, (heads, heads, heads)),
+    }[spec.name]
+    x, *others = operands
     f = function(spec, dataclasses.replace(spec.small, options={}), implementation="interpret")
     loss = lambda x: (jax.lax.scan(lambda c, _: (f(c, *others), None), x, None, length=layers)[0] ** 2).sum()
     used = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
