@@ -74,7 +74,7 @@ def copy_speed(nbytes: int) -> float:
 
 @functools.cache
 def matmul_speed(dtype: str) -> float:
-    """Floating-point operations per second of XLA's product of two large square matrices: the ceiling of an op bound by arithmetic."""
+    """Floating-point operations per second of XLA's product of two large matrices: the ceiling of an op bound by arithmetic."""
     n = 8192
     make = lambda seed: tuple(jax.random.normal(key, (n, n), dtype) for key in jax.random.split(jax.random.key(seed)))
     timing = measure({"matmul": lambda a, b: jnp.matmul(a, b, precision="highest")}, make)["matmul"]
