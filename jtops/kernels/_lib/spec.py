@@ -54,4 +54,5 @@ class Spec:
     # Of ops bound by arithmetic: (options, *operands) -> floating-point operations that the maths needs.
     forward_flops: Callable[..., int] | None = None
     backward_flops: Callable[..., int] | None = None
+    one_dtype: bool = False  # operands of several dtypes are refused
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

@@ -164,8 +164,8 @@ def _segments(ids, sizes: dict[str, int], batch: tuple[int, ...]):
     )
 
 
-def _bytes(out, q, k, v, *_) -> int:
-    return out.nbytes + q.nbytes + k.nbytes + v.nbytes
+def _bytes(_, q, k, v) -> int:
+    return q.nbytes * v.shape[-1] // q.shape[-1] + q.nbytes + k.nbytes + v.nbytes
 
 
 def _flops(options, q, k, v) -> int:
@@ -213,4 +213,5 @@ SPEC = Spec(
     backward_bytes=lambda *a: 2 * _bytes(*a),
     forward_flops=_flops,
     backward_flops=lambda *a: 5 * _flops(*a) // 2,  # five products
+    one_dtype=True,
 )
