@@ -80,8 +80,10 @@ def test_number_of_launches(spec):
     assert lowered.launches(function(spec, case), *operands) == {f"jtops_{spec.name}_out": 1}
     floats = tuple(i for i, x in enumerate(operands) if x is not None and x.dtype != jnp.bool_)
     loss = lambda *a: (function(spec, case)(*a) * cotangent(case.inputs[0].shape)).sum()
-    want = {f"jtops_{spec.name}_fwd": 1, f"jtops_{spec.name}_vjp": spec.backward_kernels}
-    assert lowered.launches(jax.value_and_grad(loss, floats), *operands) == want
+    got = lowered.launches(jax.value_and_grad(loss, floats), *operands)
+    assert got.pop(f"jtops_{spec.name}_fwd") == 1
+    assert all(name.startswith(f"jtops_{spec.name}_vjp") for name in got), got
+    assert got.total() == spec.backward_kernels, got
     batched = [None if x is None else jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in operands]
     assert lowered.launches(jax.vmap(function(spec, case), [None if x is None else 0 for x in operands]), *batched) == {
         f"jtops_{spec.name}_out": 1

@@ -173,6 +173,8 @@ def test_empty(spec, implementation):
     mapped = [jnp.stack([x] * 2)[:0] for x in operands]
     assert jax.vmap(f)(*mapped).shape == (0, *operands[0].shape)
     assert [g.shape for g in jax.vmap(all_grads(f, operands))(*mapped)] == [mapped[i].shape for i in floating(operands)]
+    if spec.name == "matmul":
+        return  # its last axes are of two kinds: see test_matmul
     no_features = [x[..., :0] if x.ndim else x for x in operands]
     assert f(*no_features).shape == no_features[0].shape
     all_grads(f, no_features)(*no_features)
@@ -269,6 +271,8 @@ def test_remat_names(spec):
     policies = jax.checkpoint_policies
     kernels = lambda g: lowered.launches(g, *operands)
     inner = lambda policy: lambda *x: jnp.sin(jax.checkpoint(lambda *x: jnp.sin(f(jnp.sin(x[0]), *x[1:])), policy=policy)(*x)).sum()
+    backwards = kernels(jax.value_and_grad(lambda *x: jnp.sin(f(jnp.sin(x[0]), *x[1:])).sum())).total() - 1
+    assert 0 < backwards <= spec.backward_kernels  # one operand's gradient may need fewer than all
     for policy, forwards in [
         (policies.nothing_saveable, 2),
         (policies.everything_saveable, 1),
@@ -276,11 +280,11 @@ def test_remat_names(spec):
         (policies.save_any_names_but_these(f"{spec.name}_residual"), 2),
     ]:
         got = kernels(jax.value_and_grad(inner(policy)))
-        assert sum(got.values()) == forwards + spec.backward_kernels, (policy, got)
-        assert got[f"jtops_{spec.name}_vjp"] == spec.backward_kernels
+        assert got.total() == forwards + backwards, (policy, got)
+        assert sum(n for name, n in got.items() if name.startswith(f"jtops_{spec.name}_vjp")) == backwards
     saving = inner(policies.save_only_these_names(f"{spec.name}_residual"))
     layers = lambda *x: jax.lax.scan(lambda c, _: (saving(c, *x[1:]) + c, None), x[0], None, length=4)[0].sum()
-    assert sum(kernels(jax.value_and_grad(layers)).values()) == 1 + spec.backward_kernels
+    assert kernels(jax.value_and_grad(layers)).total() == 1 + backwards
 
 
 @every_op
@@ -292,6 +296,7 @@ def test_residual_memory(spec):
         "softmax": (1, (x, None)),
         "layer_norm": (1, (x, w, w)),
         "rms_norm": (1, (x, w)),
+        "matmul": (0, (x, jnp.eye(1024), None, None)),
         "flash_attention": (2, (heads, heads, heads)),
     }[spec.name]
     x, *others = operands
