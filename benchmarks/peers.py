@@ -22,6 +22,18 @@ def _tokamax_attention(q, k, v, *, causal=False):
     return lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=bool(causal))
 
 
-PEERS = {"flash_attention": {"cudnn": _cudnn_attention}}
+def _plain_matmul(a, b, bias, residual, *, activation=None):
+    """As one writes it: the product rounded to its dtype, and the rest fused by XLA as far as it goes."""
+
+    def f(a, b, bias, residual):
+        y = jnp.matmul(a, b, precision="highest")
+        y = y if bias is None else y + bias
+        y = y if activation is None else getattr(jax.nn, activation)(y)
+        return y if residual is None else y + residual
+
+    return f
+
+
+PEERS = {"flash_attention": {"cudnn": _cudnn_attention}, "matmul": {"jnp": _plain_matmul}}
 if importlib.util.find_spec("tokamax"):
     PEERS["flash_attention"]["tokamax"] = _tokamax_attention

@@ -471,6 +471,10 @@ def _result_dtype(asked) -> jnp.dtype:
     return dtype
 
 
+def _flops(_, a, b, *__) -> int:
+    return 2 * a.size * b.shape[-1]
+
+
 def _bytes(c, a, b, bias, residual) -> int:
     return sum(x.nbytes for x in (c, a, b, bias, residual) if x is not None)
 
@@ -530,4 +534,6 @@ SPEC = Spec(
     backward_kernels=3,
     forward_bytes=_bytes,
     backward_bytes=lambda *arrays: 2 * _bytes(*arrays),
+    forward_flops=_flops,
+    backward_flops=lambda *a: 2 * _flops(*a),
 )
