@@ -445,3 +445,12 @@ def test_without_flax(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(ModuleNotFoundError, match=rf'jtops\.{name} needs Flax: pip install "jtops\[flax\]"'):
         importlib.import_module(f"jtops.{name}")
+
+
+def test_stands_in_for_flax():
+    """import jtops.linen as nn: all else is there as well, and is Flax's own; but it is no package."""
+    assert jnn.Module is nn.Module
+    assert jnn.make_causal_mask is nn.make_causal_mask
+    for name in ("__path__", "_private", "no_such_layer"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(jnn, name)

@@ -1,6 +1,7 @@
 """jtops.nnx against flax.nnx: the same parameters bit for bit, the same results but for rounding, the ops where they serve."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -346,3 +347,15 @@ def test_rope():
     agree(layer(x, input_positions=jnp.arange(6.0)), flax(x), 1e-4)
     f, state = functional(layer, is_causal=True)
     assert ops_in(f, state, x) == ATTENTION
+
+
+def test_stands_in_for_flax():
+    """from jtops import nnx: all else is there as well, and is Flax's own; signatures are shown."""
+    assert jnnx.Module is nnx.Module
+    assert jnnx.initializers is nnx.initializers
+    for name in ("__path__", "no_such_layer"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(jnnx, name)
+    for name in jnnx.__all__:
+        if isinstance(getattr(nnx, name, None), type):
+            assert list(inspect.signature(getattr(jnnx, name)).parameters) == list(inspect.signature(getattr(nnx, name)).parameters)
