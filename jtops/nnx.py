@@ -51,7 +51,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _signature_of[F: Callable](layer: Any) -> Callable[[F], F]:
-    return functools.wraps(layer.__init__, assigned=())
+    wrap: Any = functools.wraps(layer.__init__, assigned=())
+    return wrap
 
 
 def _value(parameter: Any) -> jax.Array | None:
