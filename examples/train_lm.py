@@ -23,7 +23,6 @@ import jtops.nnx as jnnx
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -46,12 +45,12 @@ class Sizes:
 class Block(nnx.Module):
     def __init__(self, sizes: Sizes, dtype, rngs: nnx.Rngs):
         width = sizes.width
-        self.norm1, self.norm2 = (jnnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
-        self.attention = jnnx.MultiHeadAttention(
-            sizes.heads, width, dtype=dtype, attention_fn=jnnx.causal_attention, decode=False, rngs=rngs
+        self.norm1, self.norm2 = (nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(
+            sizes.heads, width, dtype=dtype, attention_fn=nnx.causal_attention, decode=False, rngs=rngs
         )
-        self.up = jnnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
-        self.down = jnnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x):
         x = jtops.add(x, self.attention(self.norm1(x)))
@@ -63,8 +62,8 @@ class LanguageModel(nnx.Module):
         self.embed = nnx.Embed(VOCABULARY, sizes.width, dtype=dtype, rngs=rngs)
         self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (sizes.length, sizes.width)))
         self.blocks = nnx.List([Block(sizes, dtype, rngs) for _ in range(sizes.layers)])
-        self.norm = jnnx.LayerNorm(sizes.width, dtype=dtype, rngs=rngs)
-        self.head = jnnx.Linear(sizes.width, VOCABULARY, dtype=dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(sizes.width, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(sizes.width, VOCABULARY, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
         x = jtops.add(self.embed(tokens), self.position[...].astype(self.embed.dtype))

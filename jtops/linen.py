@@ -1,15 +1,16 @@
-"""Flax Linen layers that compute by jtops ops: swap ``flax.linen`` for ``jtops.linen`` where a layer is made.
+"""Flax Linen layers that compute by jtops ops: import ``jtops.linen`` in place of ``flax.linen``.
 
 Each class is a subclass of Flax's class of the same name and changes the computation alone. Fields, parameters, their initial
 values and metadata, and automatic names are Flax's, and so are checkpoints. What an op lacks, Flax's own code computes; the classes
 say what that is. Biases and dtypes follow Flax: parameters have `param_dtype`, results `dtype`, and None is the dtype that inputs
 and parameters promote to.
 
-    import flax.linen as nn
-    import jtops.linen as jnn
+    import jtops.linen as nn  # was: import flax.linen as nn
 
-    x = jnn.LayerNorm()(x)
-    x = x + jnn.MultiHeadDotProductAttention(num_heads=8, attention_fn=jnn.causal_attention)(x)
+    y = nn.LayerNorm()(x)
+    x = x + nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=nn.causal_attention)(y)
+
+What is not defined here, such as ``nn.Module``, is Flax's.
 """
 
 import functools
@@ -42,6 +43,13 @@ __all__ = [
     "dot_general",
     "dot_product_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Everything else is Flax's, so that this module stands in for ``flax.linen``."""
+    if name.startswith("_"):  # what makes a module this module
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(nn, name)
 
 
 def _flax(layer: type[nn.Module]) -> Callable:

@@ -1,16 +1,17 @@
-"""Flax NNX layers that compute by jtops ops: swap ``flax.nnx`` for ``jtops.nnx`` where a layer is made.
+"""Flax NNX layers that compute by jtops ops: import ``jtops.nnx`` in place of ``flax.nnx``.
 
 Each class is a subclass of Flax's class of the same name and changes the computation alone. Arguments, parameters, their initial
 values and metadata are Flax's, and so are states and checkpoints. What an op lacks, Flax's own code computes; the classes say what
 that is. Dtypes follow Flax: parameters have `param_dtype`, results `dtype`, and None is the dtype that inputs and parameters
 promote to.
 
-    from flax import nnx
-    import jtops.nnx as jnnx
+    from jtops import nnx  # was: from flax import nnx
 
-    norm = jnnx.LayerNorm(512, rngs=rngs)
-    attention = jnnx.MultiHeadAttention(8, 512, decode=False, rngs=rngs)
+    norm = nnx.LayerNorm(512, rngs=rngs)
+    attention = nnx.MultiHeadAttention(8, 512, decode=False, rngs=rngs)
     x = x + attention(norm(x), is_causal=True)
+
+What is not defined here, such as ``nnx.Module``, is Flax's.
 """
 
 import functools
@@ -40,6 +41,18 @@ __all__ = [
     "dot_product_attention",
     "dot_product_attention_with_rope",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Everything else is Flax's, so that this module stands in for ``flax.nnx``."""
+    if name.startswith("_"):  # what makes a module this module
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(nnx, name)
+
+
+def _signature_of[F: Callable](layer: Any) -> Callable[[F], F]:
+    wrap: Any = functools.wraps(layer.__init__, assigned=())
+    return wrap
 
 
 def _value(parameter: Any) -> jax.Array | None:
@@ -85,6 +98,7 @@ class Linear(nnx.Linear):
     XLA multiplies what `dot_general` hands it: dtypes other than floats of 16, 32 and 64 bits, a `precision` for each operand.
     """
 
+    @_signature_of(nnx.Linear)
     def __init__(self, *args: Any, dot_general: Callable[..., jax.Array] = dot_general, **kwargs: Any):
         super().__init__(*args, dot_general=dot_general, **kwargs)
 
@@ -103,6 +117,7 @@ class LinearGeneral(nnx.LinearGeneral):
     floats of 16, 32 and 64 bits, a `precision` for each operand.
     """
 
+    @_signature_of(nnx.LinearGeneral)
     def __init__(self, *args: Any, dot_general: Callable[..., jax.Array] | None = dot_general, **kwargs: Any):
         super().__init__(*args, dot_general=dot_general, **kwargs)
 
@@ -170,6 +185,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     `normalize_qk`; XLA multiplies where there is a `qkv_sharding` or `out_sharding`, and adds the biases.
     """
 
+    @_signature_of(nnx.MultiHeadAttention)
     def __init__(
         self,
         *args: Any,

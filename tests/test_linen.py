@@ -147,7 +147,7 @@ def test_every_option(name, fields, options, dtype, ops):
     variables, mine = (layer.init({"params": KEY, "dropout": KEY}, x, **options) for layer in (theirs, ours))
     identical(mine, variables)
     want, got = (
-        f(variables, x) if jnp.iscomplexobj(x) else value_and_grads(f, variables, x)
+        value_and_grads(f, variables, x) if ops else f(variables, x)
         for f in (functools.partial(layer.apply, **options) for layer in (theirs, ours))
     )
     agree(got, want, 0.03 if "promote_dtype" in fields else layers.shortest(variables, x, want))
@@ -191,8 +191,7 @@ def model_of(layers, *, causal, dtype=None, remat=False):
         def __call__(self, tokens):
             x = nn.Embed(11, 8, dtype=dtype)(tokens)
             mask = None if causal else nn.make_causal_mask(tokens)
-            for _ in range(2):
-                x = (nn.remat(Block) if remat else Block)()(x, mask)
+            x = (nn.remat(Block) if remat else Block)()(x, mask)
             return layers.Dense(11, dtype=dtype)(layers.LayerNorm()(x))
 
     return Transformer()
@@ -202,12 +201,12 @@ CAUSAL = {"attention_fn": jnn.causal_attention}
 TEXT = jnp.arange(12).reshape(2, 6) % 11
 
 
-@pytest.mark.parametrize(("dtype", "remat"), [(None, False), (BF16, False), (None, True)])
+@pytest.mark.parametrize(("dtype", "remat"), [(None, True), (BF16, False)])
 def test_swap_by_import(dtype, remat):
     """A model keeps its names, its initial values, and its results; and it takes checkpoints of Flax's."""
     theirs, ours = model_of(nn, causal={}, dtype=dtype, remat=remat), model_of(jnn, causal=CAUSAL, dtype=dtype, remat=remat)
     variables = theirs.init(KEY, TEXT)
-    block = "CheckpointBlock_1" if remat else "Block_1"
+    block = "CheckpointBlock_0" if remat else "Block_0"
     assert set(variables["params"][block]) == {
         "LayerNorm_0", "MultiHeadDotProductAttention_0", "RMSNorm_0", "Dense_0", "DenseGeneral_0"
     }  # fmt: skip
@@ -277,8 +276,7 @@ def test_scan_and_vmap():
 
         @nn.compact
         def __call__(self, x, _):
-            y = self.layers.Dense(8)(self.layers.LayerNorm()(x))
-            return x + self.layers.MultiHeadAttention(num_heads=2)(y), None
+            return x + self.layers.Dense(8)(self.layers.LayerNorm()(x)), None
 
     x = draw(*X)
     for lift in (
@@ -447,3 +445,12 @@ def test_without_flax(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(ModuleNotFoundError, match=rf'jtops\.{name} needs Flax: pip install "jtops\[flax\]"'):
         importlib.import_module(f"jtops.{name}")
+
+
+def test_stands_in_for_flax():
+    """import jtops.linen as nn: all else is there as well, and is Flax's own; but it is no package."""
+    assert jnn.Module is nn.Module
+    assert jnn.make_causal_mask is nn.make_causal_mask
+    for name in ("__path__", "_private", "no_such_layer"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(jnn, name)

@@ -12,6 +12,7 @@ import sys
 import jtops, jax
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized(), "importing jtops initialised a backend"
+assert "flax" not in sys.modules, "importing jtops imported flax"
 if "triton" in sys.modules and sys.modules["triton"] is not None:
     from triton.runtime.driver import driver
     assert driver._active is None, "importing jtops touched the GPU driver"
