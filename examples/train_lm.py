@@ -19,7 +19,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jtops.nnx as jnnx
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -27,6 +26,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jtops
+from jtops import nnx
 
 VOCABULARY = 256
 

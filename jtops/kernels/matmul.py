@@ -38,6 +38,20 @@ def _offsets(rows, cols, length, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def _load(ptrs, rows, cols, row_count, col_count, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr):
+    """A tile, 0 outside of the counts. What is even needs no mask."""
+    if EVEN_ROWS and EVEN_COLS:
+        tile = tl.load(ptrs)
+    elif EVEN_ROWS:
+        tile = tl.load(ptrs, mask=(cols < col_count)[None, :], other=0.0)
+    elif EVEN_COLS:
+        tile = tl.load(ptrs, mask=(rows < row_count)[:, None], other=0.0)
+    else:
+        tile = tl.load(ptrs, mask=(rows < row_count)[:, None] & (cols < col_count)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
 def _finish(
     acc, bias_ptr, residual_ptr, c_ptr, z_ptr, m, n, c_offset, bias_row, offs_m, offs_n,
     ACTIVATION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
@@ -61,15 +75,17 @@ def _finish(
 @triton.jit
 def _product_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, c_ptr, z_ptr,
-    m, n, k, splits, k_per_split, a_inner, a_own, b_inner, b_own, bias_inner, bias_own,
+    m, n, k, a_length, b_length, splits, k_per_split, a_inner, a_own, b_inner, b_own, bias_inner, bias_own,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, A_EVEN_M: tl.constexpr, A_EVEN_K: tl.constexpr,
+    B_EVEN_K: tl.constexpr, B_EVEN_N: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of c = activation(a @ b + bias) + residual of one batch element, over one split of k.
 
     Tiles go down columns of GROUP_M, so that programs that run together share lines of a and b in the L2 cache. Loop invariant:
-    acc is the product over the k before. In memory a is [m, k] or, transposed, [k, m], b likewise; c is [batch, splits, m, n].
+    acc is the product over the k before. In memory a is [m, k] or, transposed, [k, m], b likewise; lines have a_length and b_length
+    elements, of which those past the matrix are 0. c is [batch, splits, m, n].
     """
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -85,36 +101,23 @@ def _product_kernel(
     offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
+    a_line = tl.full((), 1, tl.int64) * a_length
+    b_line = tl.full((), 1, tl.int64) * b_length
+    # Masks along lines end with the line: where that is aligned, loads stay wide.
+    a_m, a_k = (a_line, k) if A_TRANSPOSED else (m, a_length)
+    b_k, b_n = (b_length, n) if B_TRANSPOSED else (k, b_line)
+    a_ptr += own_row(batch, a_inner, a_own) * (k if A_TRANSPOSED else m) * a_line
+    b_ptr += own_row(batch, b_inner, b_own) * (n if B_TRANSPOSED else k) * b_line
     first_k = line % splits * k_per_split
-    last_k = tl.minimum(first_k + k_per_split, k)
-    size_m = tl.full((), 1, tl.int64) * m
-    size_n = tl.full((), 1, tl.int64) * n
-    size_k = tl.full((), 1, tl.int64) * k
-    a_length = size_m if A_TRANSPOSED else size_k
-    b_length = size_k if B_TRANSPOSED else size_n
-    a_ptrs = a_ptr + own_row(batch, a_inner, a_own) * size_m * k + _offsets(offs_m, first_k + offs_k, a_length, A_TRANSPOSED)
-    b_ptrs = b_ptr + own_row(batch, b_inner, b_own) * size_k * n + _offsets(first_k + offs_k, offs_n, b_length, B_TRANSPOSED)
+    a_ptrs = a_ptr + _offsets(offs_m, first_k + offs_k, a_line, A_TRANSPOSED)
+    b_ptrs = b_ptr + _offsets(first_k + offs_k, offs_n, b_line, B_TRANSPOSED)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(first_k, last_k, BLOCK_K):
-        if EVEN_M and EVEN_K:
-            a = tl.load(a_ptrs)
-        elif EVEN_M:
-            a = tl.load(a_ptrs, mask=(offs_k < last_k - start)[None, :], other=0.0)
-        elif EVEN_K:
-            a = tl.load(a_ptrs, mask=(offs_m < m)[:, None], other=0.0)
-        else:
-            a = tl.load(a_ptrs, mask=(offs_m < m)[:, None] & (offs_k < last_k - start)[None, :], other=0.0)
-        if EVEN_N and EVEN_K:
-            b = tl.load(b_ptrs)
-        elif EVEN_N:
-            b = tl.load(b_ptrs, mask=(offs_k < last_k - start)[:, None], other=0.0)
-        elif EVEN_K:
-            b = tl.load(b_ptrs, mask=(offs_n < n)[None, :], other=0.0)
-        else:
-            b = tl.load(b_ptrs, mask=(offs_n < n)[None, :] & (offs_k < last_k - start)[:, None], other=0.0)
+    for start in range(first_k, tl.minimum(first_k + k_per_split, k), BLOCK_K):
+        a = _load(a_ptrs, offs_m, offs_k, a_m, a_k - start, A_EVEN_M, A_EVEN_K)
+        b = _load(b_ptrs, offs_k, offs_n, b_k - start, b_n, B_EVEN_K, B_EVEN_N)
         acc = tl.dot(a.to(DOT_DTYPE), b.to(DOT_DTYPE), acc, input_precision=PRECISION)
-        a_ptrs += BLOCK_K * (a_length if A_TRANSPOSED else 1)
-        b_ptrs += BLOCK_K * (1 if B_TRANSPOSED else b_length)
+        a_ptrs += BLOCK_K * (a_line if A_TRANSPOSED else 1)
+        b_ptrs += BLOCK_K * (1 if B_TRANSPOSED else b_line)
 
     c_offset = line.to(tl.int64) * m * n
     bias_row = own_row(batch, bias_inner, bias_own)
@@ -162,6 +165,7 @@ def _dz_kernel(
 _PROGRAMS = 128  # that keep the multiprocessors of the largest GPUs (132 on an H200) busy
 _SPLIT_K = 512  # elements of k that are worth a program and a line of partial sums
 _GROUP_M = 8
+_WORTH_PADDING = 64  # least size in every direction
 _TILES = {  # of tensor-core work, largest first: BLOCK_M, BLOCK_N, BLOCK_K, warps, stages
     "half": (
         (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 256, 32, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 8, 3),
@@ -229,28 +233,38 @@ def _product(launch: Launch, a: _Side, b: _Side, batch: int, dtype, *, bias=None
     precision = precisions.dot_precision(launch.options["precision"], launch.target)
     kind = "half" if dot_dtype.itemsize == 2 else "tf32" if precision == "tf32" else "tf32x3"
     config = launch.config or _config(m, n, k, batch, kind, dot_dtype.itemsize, launch.target.max_shared_bytes)
-    splits = _splits(m, n, k, batch, config)
-    k_per_split = k if splits == 1 else cdiv(cdiv(k, splits), config["BLOCK_K"]) * config["BLOCK_K"]
+    block_m, block_n, block_k = (config[f"BLOCK_{x}"] for x in "MNK")
+    k_per_split = cdiv(cdiv(k, _splits(m, n, k, batch, config)), block_k) * block_k
     splits = cdiv(k, k_per_split)
+    x, y = (_pad_lines(s.array) if min(m, n, k) >= _WORTH_PADDING else s.array for s in (a, b))
+    a_length, b_length = x.shape[2], y.shape[2]
     fused = splits == 1
     shape, partial = (batch, m, n), jax.ShapeDtypeStruct((batch, splits, m, n), jnp.float32)
     bias_rows = bias[1] if bias else Rows(1, 1, 1)
     outs = launch(
-        _product_kernel, a.array, b.array, config=config, name=name, flops=2 * batch * m * n * k,
+        _product_kernel, x, y, config=config, name=name, flops=2 * batch * m * n * k,
         bias_ptr=bias[0] if bias and fused else None, residual_ptr=residual if fused else None,
         out_type=[jax.ShapeDtypeStruct(shape, dtype)] * (1 + z) if fused else [partial],
         **({} if z and fused else {"z_ptr": None}),
-        m=m, n=n, k=k, splits=splits, k_per_split=k_per_split, a_inner=a.rows.inner, a_own=a.rows.own,
+        m=m, n=n, k=k, a_length=a_length, b_length=b_length, splits=splits, k_per_split=k_per_split,
+        a_inner=a.rows.inner, a_own=a.rows.own,
         b_inner=b.rows.inner, b_own=b.rows.own, bias_inner=bias_rows.inner, bias_own=bias_rows.own,
         A_TRANSPOSED=a.transposed, B_TRANSPOSED=b.transposed, DOT_DTYPE=_TL_DTYPES[str(dot_dtype)], PRECISION=precision,
         ACTIVATION=activation if fused else None, GROUP_M=_GROUP_M,
-        EVEN_M=m % config["BLOCK_M"] == 0, EVEN_N=n % config["BLOCK_N"] == 0, EVEN_K=k % config["BLOCK_K"] == 0,
-        grid=batch * splits * cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),
+        EVEN_M=m % block_m == 0, EVEN_N=n % block_n == 0,
+        A_EVEN_M=(a_length if a.transposed else m) % block_m == 0, A_EVEN_K=(k if a.transposed else a_length) % block_k == 0,
+        B_EVEN_K=(b_length if b.transposed else k) % block_k == 0, B_EVEN_N=(n if b.transposed else b_length) % block_n == 0,
+        grid=batch * splits * cdiv(m, block_m) * cdiv(n, block_n),
     )  # fmt: skip
     if not fused:
         full = bias[1].full(bias[0]) if bias else None
         outs = _epilogue(outs[0].sum(1), full, residual, activation, dtype)[: 1 + z]
     return tuple(outs)
+
+
+def _pad_lines(x: jax.Array) -> jax.Array:
+    """With lines of a multiple of 16 elements, which load in 16 bytes at a time; one by one they cost more than this copy."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 16)))
 
 
 _TL_DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
@@ -331,7 +345,7 @@ def _dz(launch: Launch, grouped: _Batch, dtype, g, saved, wants_dz: bool, wants_
     makes_dz = wants_dz and (activation is not None or g.dtype != dtype)
     if not (makes_dz or wants_bias):
         return g, None
-    block_m, block_n = min(32, next_power_of_2(m)), min(128, next_power_of_2(n))
+    block_m, block_n = min(16, next_power_of_2(m)), min(128, next_power_of_2(n))
     parts = min(cdiv(m, block_m), cdiv(4 * _PROGRAMS, batch * cdiv(n, block_n)))
     rows_per_part = cdiv(cdiv(m, parts), block_m) * block_m
     parts = cdiv(m, rows_per_part)
@@ -401,7 +415,7 @@ def matmul(
     without any, or that is mapped with fewer, makes one large product of all rows that share it. Gradients have the same bits every
     time, and their operand's dtype: ``dz = g * activation'(z)``, ``da = dz b^T``, ``db = a^T dz``, ``dbias`` the sum of dz over
     rows, ``dresidual = g``. With an activation ``z = a @ b + bias`` is saved for it in the result's dtype. dz is rounded to the
-    operands' dtype; beside a float32 cotangent of float16 operands it stays float32. Fast where k and n are multiples of 8.
+    operands' dtype; beside a float32 cotangent of float16 operands it stays float32. Fastest where k and n are multiples of 16.
 
     Args:
       a: [..., m, k], or [k], which is one row whose axis the result lacks. Kernel dtypes: float32, bfloat16, float16.
@@ -471,12 +485,12 @@ def _result_dtype(asked) -> jnp.dtype:
     return dtype
 
 
-def _flops(_, a, b, *__) -> int:
-    return 2 * a.size * b.shape[-1]
-
-
 def _bytes(c, a, b, bias, residual) -> int:
     return sum(x.nbytes for x in (c, a, b, bias, residual) if x is not None)
+
+
+def _flops(_, a, b, *__) -> int:
+    return 2 * a.size * b.shape[-1]
 
 
 def _inputs(m, k, n, *batch, bias=False, residual=False):
@@ -535,5 +549,5 @@ SPEC = Spec(
     forward_bytes=_bytes,
     backward_bytes=lambda *arrays: 2 * _bytes(*arrays),
     forward_flops=_flops,
-    backward_flops=lambda *a: 2 * _flops(*a),
+    backward_flops=lambda *given: 2 * _flops(*given),
 )

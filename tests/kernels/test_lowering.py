@@ -53,7 +53,9 @@ def program(spec, case):
 def measured(spec, case, dtype, target):
     """What the kernels of one case take, by name."""
     found = lowered.kernels(program(spec, case), *types(case, dtype), target=target, platform=TARGETS[target])
-    return {f"{spec.name}/{case.id}/{dtype}/{target}/{k.name}": (k, resources.of(k)) for k in found}
+    key = lambda i, k: f"{spec.name}/{case.id}/{dtype}/{target}/{k.name}{'' if i == 0 else f'.{i + 1}'}"
+    times = [sum(earlier.name == k.name for earlier in found[:i]) for i, k in enumerate(found)]
+    return {key(i, k): (k, resources.of(k)) for i, k in zip(times, found, strict=True)}
 
 
 def compilations():
