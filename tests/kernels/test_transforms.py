@@ -201,7 +201,7 @@ def test_donation(spec, implementation):
 def test_mixed_dtypes(spec, implementation):
     """Operands of several dtypes: each gradient has its operand's own, whatever the cotangent's; or they are refused."""
     f, reference, operands = both(spec, implementation)
-    dtypes = ["bfloat16", "float32", "float16"]
+    dtypes = ["bfloat16", "float32", "float16", "bfloat16"]
     operands = [x.astype(d) if x.dtype != bool else x for x, d in zip(operands, dtypes, strict=False)]
     if spec.one_dtype:
         with pytest.raises(TypeError, match="one dtype"):
