@@ -145,7 +145,7 @@ def _dz_kernel(
     last = tl.minimum(first + rows_per_part, m)
     cols = pid % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
     start_of_batch = line // parts * m
-    dbias = tl.zeros((BLOCK_N,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # of every BLOCK_M-th row: summing across threads waits for the end
     for start in range(first, last, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         inside = (rows < last)[:, None] & (cols < n)[None, :]
@@ -155,9 +155,9 @@ def _dz_kernel(
             dz *= derivative(tl.load(z_ptr + offsets, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
         if dz_ptr is not None:
             tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=inside)
-        dbias += tl.sum(dz, 0)
+        sums += dz
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + line * n + cols, dbias, mask=cols < n)
+        tl.store(dbias_ptr + line * n + cols, tl.sum(sums, 0), mask=cols < n)
 
 
 # ------------------------------------------------------------------------------------------------------------------- tiling
@@ -190,12 +190,13 @@ def _splits(m: int, n: int, k: int, batch: int, config: Config) -> int:
     return max(1, min(_PROGRAMS // tiles, k // _SPLIT_K))
 
 
-def _config(m: int, n: int, k: int, batch: int, kind: str, itemsize: int, max_shared_bytes: int) -> Config:
+def _config(m: int, n: int, k: int, batch: int, kind: str, itemsize: int, max_shared_bytes: int, b_transposed: bool) -> Config:
     """The largest tiles that fit the shape and shared memory, and occupy the GPU; else those that make the most programs."""
     best, most = None, 0
     for block_m, block_n, block_k, warps, stages in _TILES[kind]:
         small = (block_m, block_n) == (16, 16)
         wide = block_m > max(16, next_power_of_2(m)) or block_n > max(16, next_power_of_2(n))
+        wide |= block_n == 256 and b_transposed  # ptxas 12.8 then runs one wgmma at a time (C7515)
         if not small and (wide or stages * (block_m + block_n) * block_k * itemsize > max_shared_bytes):
             continue
         config = Config(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
@@ -232,7 +233,7 @@ def _product(launch: Launch, a: _Side, b: _Side, batch: int, dtype, *, bias=None
     dot_dtype = jnp.promote_types(a.array.dtype, b.array.dtype)
     precision = precisions.dot_precision(launch.options["precision"], launch.target)
     kind = "half" if dot_dtype.itemsize == 2 else "tf32" if precision == "tf32" else "tf32x3"
-    config = launch.config or _config(m, n, k, batch, kind, dot_dtype.itemsize, launch.target.max_shared_bytes)
+    config = launch.config or _config(m, n, k, batch, kind, dot_dtype.itemsize, launch.target.max_shared_bytes, b.transposed)
     block_m, block_n, block_k = (config[f"BLOCK_{x}"] for x in "MNK")
     k_per_split = cdiv(cdiv(k, _splits(m, n, k, batch, config)), block_k) * block_k
     splits = cdiv(k, k_per_split)

@@ -240,6 +240,17 @@ def test_manual_sum_of_shared_gradients_is_there():
     assert "all_reduce" in lowered.text(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)), X, w, w)
 
 
+@every_op
+def test_manual_low_precision(spec):
+    """Gradients that a kernel hands out in float32 have their operand's dtype inside shard_map too."""
+    case = Meshed(spec, "interpret")
+    case.operands = [x.astype(jnp.bfloat16) if x.dtype != bool else x for x in case.operands]
+    f = jax.shard_map(case.f, mesh=mesh(), in_specs=tuple(P("x") if alike else P() for alike in case.alike), out_specs=P("x"))
+    got, want = jax.jit(case.grads(f))(*case.operands), case.grads(case.want)(*case.operands)
+    assert [g.dtype for g in got] == [w.dtype for w in want]
+    numerics.close(got, want, 5e-2)
+
+
 def test_partly_manual_is_refused_for_kernels():
     m = mesh(names=("a", "b"))
     part = lambda implementation: jax.jit(

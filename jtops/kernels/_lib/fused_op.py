@@ -480,8 +480,9 @@ def _lower(ctx, *args, call, platform):
     _check_lowerable(ctx, call, platform)
     local = functools.partial(_run_kernel, call, platform)
     mesh = ctx.avals_in[0].sharding.mesh
-    if compat.manual_axes(ctx) is not None:
-        return _lower_local(ctx, *args, local=local)
+    if compat.manual_axes(ctx) is not None:  # sums over devices are JAX's, of the gradient as it is handed out
+        cast = lambda *a: [o.astype(t.dtype) for o, t in zip(local(*a), ctx.avals_out, strict=True)]
+        return _lower_local(ctx, *args, local=cast)
     if not mesh.empty and mesh.are_all_axes_explicit:
         return mlir.lower_fun(sharding.by_types(call, local, ctx.avals_in, ctx.avals_out))(ctx, *args)
     types = _types(ctx.avals_in), _types(ctx.avals_out)
