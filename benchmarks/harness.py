@@ -70,3 +70,12 @@ def copy_speed(nbytes: int) -> float:
     make = lambda seed: (jax.random.normal(jax.random.key(seed), (n,), jnp.float32),)
     timing = measure({"copy": lambda x: jax.lax.optimization_barrier(x) + 1.0}, make)["copy"]
     return 2 * 4 * n / timing.median
+
+
+@functools.cache
+def matmul_speed(dtype: str) -> float:
+    """Floating-point operations per second of XLA's product of two large matrices: the ceiling of an op bound by arithmetic."""
+    n = 8192
+    make = lambda seed: tuple(jax.random.normal(key, (n, n), dtype) for key in jax.random.split(jax.random.key(seed)))
+    timing = measure({"matmul": lambda a, b: jnp.matmul(a, b, precision="highest")}, make)["matmul"]
+    return 2 * n**3 / timing.median

@@ -1,4 +1,4 @@
-"""Every op x its real sizes x {jtops, XLA} x {forward, forward and backward}: ``pytest --benchmark``.
+"""Every op x its real sizes x {jtops, XLA, peers} x {forward, forward and backward}: ``pytest --benchmark``.
 
 Needs a GPU. Each case is checked for right values first. Ends with a table, and writes JSON and a picture under benchmarks/results.
 """
@@ -14,11 +14,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks import harness, machine
+from benchmarks.peers import PEERS
 from tests import numerics
 from tests.specs import SPECS, function
 
+OTHERS = sorted({name for peers in PEERS.values() for name in peers})
 CASES = [(spec, case) for spec in SPECS.values() for case in spec.compiled]
-IDS = [f"{spec.name}-{case.id}" for spec, case in CASES]
+RUNS = [(spec, case, name) for spec, case in CASES for name in ("jtops", "xla", *PEERS.get(spec.name, {}))]
 rows: list[dict] = []  # one per measured line of the table
 
 
@@ -60,11 +62,16 @@ def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
     spec, case = next((s, c) for s, c in CASES if (s.name, c.id) == (spec_name, case_id))
     forward = {name: function(spec, case, implementation=i) for name, i in (("jtops", "triton"), ("xla", "xla"))}
     given = operands(spec, case, dtype, 0)
+    for name, peer in PEERS.get(spec_name, {}).items():
+        if (f := peer(*given, **case.options)) is not None:
+            forward[name] = f
     out = jax.eval_shape(forward["xla"], *given)
     moved = spec.forward_bytes(out, *given)
+    flops = spec.forward_flops and spec.forward_flops(case.options, *given)
     make, fs = functools.partial(operands, spec, case, dtype), forward
     if backward:
         moved += spec.backward_bytes(out, *given)
+        flops = flops and flops + spec.backward_flops(case.options, *given)
         fs = {name: with_gradients(f) for name, f in forward.items()}
         make = lambda seed: (
             *operands(spec, case, dtype, seed),
@@ -73,47 +80,59 @@ def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
     got, want = (jax.jit(fs[name])(*make(0)) for name in ("jtops", "xla"))
     numerics.close(got, want, 3e-2 if dtype == "bfloat16" else 1e-3)
     timings = harness.measure(fs, make)
-    ceiling = harness.copy_speed(moved)
-    row = {"op": spec_name, "case": case_id, "dtype": dtype, "backward": backward, "bytes": moved, "copy_gb_s": ceiling / 1e9}
+    row = {"op": spec_name, "case": case_id, "dtype": dtype, "backward": backward, "bytes": moved, "flops": flops}
+    # Work is what bounds the op: floating-point operations, or bytes.
+    work, ceiling = (flops, harness.matmul_speed(dtype)) if flops else (moved, harness.copy_speed(moved))
+    row |= {"unit": "TFLOP/s" if flops else "GB/s", "ceiling": ceiling / (1e12 if flops else 1e9)}
     for name, timing in timings.items():
         row[f"{name}_us"] = timing.median * 1e6
         row[f"{name}_spread"] = timing.spread
-        row[f"{name}_gb_s"] = moved / timing.median / 1e9
-    row |= {"of_copy": row["jtops_gb_s"] / row["copy_gb_s"], "over_xla": row["xla_us"] / row["jtops_us"]}
+        row[f"{name}_speed"] = work / timing.median / (1e12 if flops else 1e9)
+    best = min((name for name in timings if name != "jtops"), key=lambda name: row[f"{name}_us"])
+    row |= {"of_ceiling": row["jtops_speed"] / row["ceiling"], "best_peer": best, "over_best": row[f"{best}_us"] / row["jtops_us"]}
     rows.append(row)
     return {"row": row, "timings": {name: dataclasses.asdict(t)["samples"] for name, t in timings.items()}}
 
 
-@pytest.mark.parametrize("implementation", ["jtops", "xla"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("spec", "case"), CASES, ids=IDS)
-def test_op(spec, case, dtype, backward, implementation, benchmark_replay):
+@pytest.mark.parametrize(("spec", "case", "implementation"), RUNS, ids=[f"{s.name}-{c.id}-{name}" for s, c, name in RUNS])
+def test_op(spec, case, implementation, dtype, backward, benchmark_replay):
     result = measured(spec.name, case.id, dtype, backward)
+    if implementation not in result["timings"]:
+        pytest.skip(f"{implementation} has no {spec.name} of {dtype}")
     benchmark_replay(result["timings"][implementation], result["row"])
 
 
 def table() -> str:
-    head = f"{'op':12}{'case':9}{'dtype':10}{'':18}{'jtops us':>10}{'xla us':>10}{'GB/s':>8}{'of copy':>9}{'over XLA':>10}"
+    head = f"{'op':16}{'case':12}{'dtype':10}{'':18}{'jtops us':>10}{'xla us':>10}{'speed':>9}{'of ceiling':>17}{'over best':>11}"
     lines = [head, "-" * len(head)]
     for r in rows:
-        way, mark = "forward+backward" if r["backward"] else "forward", "  slower" if r["over_xla"] < 1 else ""
+        way, mark = "forward+backward" if r["backward"] else "forward", "  slower" if r["over_best"] < 1 else ""
         lines.append(
-            f"{r['op']:12}{r['case']:9}{r['dtype']:10}{way:18}{r['jtops_us']:10.1f}{r['xla_us']:10.1f}{r['jtops_gb_s']:8.0f}"
-            f"{r['of_copy']:9.2f}{r['over_xla']:9.2f}x{mark}"
+            f"{r['op']:16}{r['case']:12}{r['dtype']:10}{way:18}{r['jtops_us']:10.1f}{r['xla_us']:10.1f}{r['jtops_speed']:8.0f} "
+            f"{r['unit']:8}{r['of_ceiling']:10.2f}{r['over_best']:9.2f}x {r['best_peer']:6}{mark}"
         )
+    lines.append(
+        "The ceiling is a copy of as many bytes, or XLA's product of two 8192 x 8192 matrices of that dtype, in the same run."
+    )
     return "\n".join(lines)
 
 
 def picture(path) -> None:
+    """Speed over the ceiling of the same run: jtops, XLA and the best other peer."""
     fig = Figure(figsize=(11, 0.3 * len(rows) + 1.5), layout="constrained")
     ax = fig.subplots()
     y = np.arange(len(rows))[::-1]
-    ax.barh(y + 0.2, [r["jtops_gb_s"] for r in rows], 0.4, label="jtops", color="C0")
-    ax.barh(y - 0.2, [r["xla_gb_s"] for r in rows], 0.4, label="XLA", color="0.7")
-    ax.plot([r["copy_gb_s"] for r in rows], y, "|", color="C3", markersize=14, label="copy of as many bytes")
+    share = lambda name: [r.get(f"{name}_speed", np.nan) / r["ceiling"] for r in rows]
+    ax.barh(y + 0.2, share("jtops"), 0.4, label="jtops", color="C0")
+    ax.barh(y - 0.2, share("xla"), 0.4, label="XLA", color="0.7")
+    for i, name in enumerate(OTHERS):
+        ax.plot(share(name), y, "d", color=f"C{i + 1}", markersize=6, label=name)
+    ax.axvline(1, color="C3", linewidth=1)
     ax.set_yticks(y, [f"{r['op']} {r['case']} {r['dtype']}{' + backward' if r['backward'] else ''}" for r in rows])
-    ax.set(xlabel="GB/s, on the fewest bytes the op must move", title=f"{rows and jax.devices()[0].device_kind}")
+    ax.set(xlabel="share of the ceiling: a copy of as many bytes, or a large matrix product", title=jax.devices()[0].device_kind)
+    ax.margins(y=0.01)
     ax.legend(loc="lower right")
     fig.savefig(path, dpi=120)
 

@@ -9,6 +9,7 @@ from jtops.errors import UnsupportedError
 from jtops.kernels._lib.launch import Config
 from jtops.kernels.add import add
 from jtops.kernels.flash_attention import flash_attention
+from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import layer_norm, rms_norm
 from jtops.kernels.softmax import softmax
 
@@ -21,6 +22,7 @@ __all__ = [
     "errors",
     "flash_attention",
     "layer_norm",
+    "matmul",
     "next_power_of_2",
     "rms_norm",
     "softmax",

@@ -4,6 +4,8 @@
 where it is absent or not floating.
 """
 
+import math
+
 import numpy as np
 
 
@@ -98,3 +100,43 @@ def flash_attention_vjp(q, k, v, *, g, causal=False, window=None, scale=None):
     grouped = lambda x: x.reshape(*x.shape[:-2], k.shape[-2], -1, x.shape[-1]).sum(-2)
     dk, dv = np.einsum("...hst,...shd->...thd", ds, q), np.einsum("...hst,...she->...the", p, g)
     return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv)
+
+
+def _normal_cdf(z):
+    return 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(z / np.sqrt(2)))
+
+
+def _gelu(z):
+    t = np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))
+    return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * z**2)
+
+
+def _sigmoid(z):
+    return 0.5 * (1 + np.tanh(z / 2))
+
+
+ACTIVATIONS = {  # -> value, derivative
+    None: lambda z: (z, np.ones_like(z)),
+    "relu": lambda z: (np.maximum(z, 0), (z > 0).astype(float)),
+    "gelu": _gelu,
+    "gelu_exact": lambda z: (z * _normal_cdf(z), _normal_cdf(z) + z * np.exp(-z * z / 2) / np.sqrt(2 * np.pi)),
+    "silu": lambda z: (z * _sigmoid(z), _sigmoid(z) * (1 + z * (1 - _sigmoid(z)))),
+    "sigmoid": lambda z: (_sigmoid(z), _sigmoid(z) * _sigmoid(-z)),
+    "tanh": lambda z: (np.tanh(z), 1 - np.tanh(z) ** 2),
+}
+
+
+def _affine(a, b, bias):
+    z = np.einsum("...mk,...kn->...mn", a, b)
+    return z if bias is None else z + bias
+
+
+def matmul(a, b, bias=None, residual=None, *, activation=None):
+    y = ACTIVATIONS[activation](_affine(a, b, bias))[0]
+    return y if residual is None else y + residual
+
+
+def matmul_vjp(a, b, bias=None, residual=None, *, g, activation=None):
+    dz = g * ACTIVATIONS[activation](_affine(a, b, bias))[1]
+    da, db = np.einsum("...mn,...kn->...mk", dz, b), np.einsum("...mk,...mn->...kn", a, dz)
+    return _sum_to(da, a), _sum_to(db, b), None if bias is None else _sum_to(dz, bias), None if residual is None else g

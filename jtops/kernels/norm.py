@@ -350,7 +350,7 @@ _LAYER_NORM = Spec(
         Case("offset", (Input((7, 48)), Input((48,)), Input((48,))), "scale stored around zero", {"scale_offset": 1.0}),
         Case("epsilon", (Input((7, 48), std=1e-2), Input((48,)), None), "epsilon as large as the variance", {"epsilon": 1e-4}),
         Case("mean", (Input((5, 96), mean=100.0), Input((96,)), None), "mean far above the spread"),
-        Case("parts", (Input((1100, 6)), Input((6,)), Input((6,))), "parameter gradients summed in several parts"),
+        Case("parts", (Input((520, 6)), Input((6,)), Input((6,))), "parameter gradients summed in several parts"),
         Case("blocks", (Input((5, 300)), Input((300,)), Input((300,))), "rows longer than a block", config=Config(BLOCK_N=64)),
     ),
     compiled=(
@@ -376,7 +376,7 @@ _RMS_NORM = Spec(
         Case("one", (Input((5, 1)), Input((1,))), "a row of one element", {"epsilon": 0.5}),
         Case("offset", (Input((7, 48)), Input((48,))), "scale stored around zero", {"scale_offset": 1.0}),
         Case("epsilon", (Input((7, 48), std=1e-2), Input((48,))), "epsilon as large as the mean square", {"epsilon": 1e-4}),
-        Case("parts", (Input((1100, 6)), Input((6,))), "the gradient of scale summed in several parts"),
+        Case("parts", (Input((520, 6)), Input((6,))), "the gradient of scale summed in several parts"),
         Case("blocks", (Input((5, 300)), Input((300,))), "rows longer than a block", config=Config(BLOCK_N=64)),
     ),
     compiled=(

@@ -218,7 +218,7 @@ def test_memory_is_checked():
         Exception, match=r"(?s)out_of_bounds_kernel, program \(0, 0, 0\), .*test_interpret\.py:\d+\n.*tl\.load.*28 of 128"
     ):
         run(out_of_bounds_kernel, x, out=like((128,))).block_until_ready()
-    with pytest.raises(Exception, match="store into operand 0, which is an input"):
+    with pytest.raises(Exception, match="store into x_ptr, which is an input"):
         run(writes_input_kernel, x, out=like((1,))).block_until_ready()
     np.testing.assert_array_equal(x, jnp.ones(100))
 

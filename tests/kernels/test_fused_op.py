@@ -349,7 +349,7 @@ def test_settings_change_what_is_traced():
         assert calls() == {"jtops_host_call": 1}
     finally:
         jax.config.update("jtops_implementation", None)
-    with pytest.raises(ValueError, match="must be None or in"):
+    with pytest.raises(ValueError, match="must be None or one of 'triton', 'xla', 'interpret'; got 'cuda'"):
         jtops.config.implementation("cuda").__enter__()
 
 

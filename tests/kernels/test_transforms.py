@@ -163,7 +163,8 @@ def test_nested_vmap(spec, implementation):
 def test_empty(spec, implementation):
     """Case 17: size 0 in the batch, in the rows, and in a mapped axis; right shape and dtype, no launch."""
     f, _, operands = both(spec, implementation)
-    empty = [operands[0][:0], *operands[1:]]
+    rows = operands[0].shape[0]
+    empty = [x[:0] if x.ndim == operands[0].ndim and x.shape[0] == rows else x for x in operands]
     for g in (f, jax.jit(f)):
         assert g(*empty).shape == empty[0].shape
         assert g(*empty).dtype == empty[0].dtype
@@ -172,6 +173,8 @@ def test_empty(spec, implementation):
     mapped = [jnp.stack([x] * 2)[:0] for x in operands]
     assert jax.vmap(f)(*mapped).shape == (0, *operands[0].shape)
     assert [g.shape for g in jax.vmap(all_grads(f, operands))(*mapped)] == [mapped[i].shape for i in floating(operands)]
+    if spec.name == "matmul":
+        return  # its last axes are of two kinds: see test_matmul
     no_features = [x[..., :0] if x.ndim else x for x in operands]
     assert f(*no_features).shape == no_features[0].shape
     all_grads(f, no_features)(*no_features)
@@ -196,10 +199,14 @@ def test_donation(spec, implementation):
 @every_way
 @every_op
 def test_mixed_dtypes(spec, implementation):
-    """Operands of several dtypes: each gradient has its operand's own, whatever the cotangent's."""
+    """Operands of several dtypes: each gradient has its operand's own, whatever the cotangent's; or they are refused."""
     f, reference, operands = both(spec, implementation)
     dtypes = ["bfloat16", "float32", "float16"]
     operands = [x.astype(d) if x.dtype != bool else x for x, d in zip(operands, dtypes, strict=False)]
+    if spec.one_dtype:
+        with pytest.raises(TypeError, match="one dtype"):
+            f(*operands)
+        return
     value = f(*operands)
     assert value.dtype == reference(*operands).dtype
     got, want = (jax.jit(all_grads(g, operands))(*operands) for g in (f, reference))
@@ -264,6 +271,8 @@ def test_remat_names(spec):
     policies = jax.checkpoint_policies
     kernels = lambda g: lowered.launches(g, *operands)
     inner = lambda policy: lambda *x: jnp.sin(jax.checkpoint(lambda *x: jnp.sin(f(jnp.sin(x[0]), *x[1:])), policy=policy)(*x)).sum()
+    backwards = kernels(jax.value_and_grad(lambda *x: jnp.sin(f(jnp.sin(x[0]), *x[1:])).sum())).total() - 1
+    assert 0 < backwards <= spec.backward_kernels  # one operand's gradient may need fewer than all
     for policy, forwards in [
         (policies.nothing_saveable, 2),
         (policies.everything_saveable, 1),
@@ -271,19 +280,26 @@ def test_remat_names(spec):
         (policies.save_any_names_but_these(f"{spec.name}_residual"), 2),
     ]:
         got = kernels(jax.value_and_grad(inner(policy)))
-        assert sum(got.values()) == forwards + spec.backward_kernels, (policy, got)
-        assert got[f"jtops_{spec.name}_vjp"] == spec.backward_kernels
+        assert got.total() == forwards + backwards, (policy, got)
+        assert sum(n for name, n in got.items() if name.startswith(f"jtops_{spec.name}_vjp")) == backwards
     saving = inner(policies.save_only_these_names(f"{spec.name}_residual"))
     layers = lambda *x: jax.lax.scan(lambda c, _: (saving(c, *x[1:]) + c, None), x[0], None, length=4)[0].sum()
-    assert sum(kernels(jax.value_and_grad(layers)).values()) == 1 + spec.backward_kernels
+    assert kernels(jax.value_and_grad(layers)).total() == 1 + backwards
 
 
 @every_op
 def test_residual_memory(spec):
     """A scan over layers keeps what the backward kernel reads and nothing else: not the primals that it does not."""
-    layers, x, w = 16, jnp.ones((64, 1024)), jnp.ones((1024,))
-    kept = {"add": 0, "softmax": 1, "layer_norm": 1}[spec.name]  # arrays of the size of x per layer
-    others = {"add": (w,), "softmax": (None,), "layer_norm": (w, w)}[spec.name]
+    layers, x, w, heads = 16, jnp.ones((64, 1024)), jnp.ones((1024,)), jnp.ones((64, 16, 64))
+    kept, operands = {  # arrays of the size of the first operand, for each layer
+        "add": (0, (x, w)),
+        "softmax": (1, (x, None)),
+        "layer_norm": (1, (x, w, w)),
+        "rms_norm": (1, (x, w)),
+        "matmul": (0, (x, jnp.eye(1024), None, None)),
+        "flash_attention": (2, (heads, heads, heads)),
+    }[spec.name]
+    x, *others = operands
     f = function(spec, dataclasses.replace(spec.small, options={}), implementation="interpret")
     loss = lambda x: (jax.lax.scan(lambda c, _: (f(c, *others), None), x, None, length=layers)[0] ** 2).sum()
     used = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes

@@ -51,4 +51,8 @@ class Spec:
     forward_bytes: Callable[..., int]  # (result, *operands): the fewest bytes that the forward must move
     backward_bytes: Callable[..., int]  # the same for the backward, with gradients of all floating operands
 
+    # Of ops bound by arithmetic: (options, *operands) -> floating-point operations that the maths needs.
+    forward_flops: Callable[..., int] | None = None
+    backward_flops: Callable[..., int] | None = None
+    one_dtype: bool = False  # operands of several dtypes are refused
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

@@ -112,9 +112,10 @@ def config(d: int, itemsize: int, max_shared_bytes: int) -> Config:
         (32, 16, 4, 1),
         (16, 16, 4, 1),
     ):
-        if itemsize == 4 and block_m * block_n > 64 * 32:  # float32: three TF32 products need registers
+        if itemsize == 4 and block_m * block_n > 64 * 32:  # and need registers
             continue
-        if itemsize * block_d * (block_m + 2 * stages * block_n) <= max_shared_bytes:
+        rows = block_m * (2 if itemsize == 4 else 1) + 2 * stages * block_n  # three TF32 products take q in two parts
+        if itemsize * block_d * rows <= max_shared_bytes:
             return Config(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
     return Config(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
 

@@ -164,8 +164,14 @@ def _segments(ids, sizes: dict[str, int], batch: tuple[int, ...]):
     )
 
 
-def _bytes(out, q, k, v, *_) -> int:
-    return out.nbytes + q.nbytes + k.nbytes + v.nbytes
+def _bytes(_, q, k, v) -> int:
+    return q.nbytes * v.shape[-1] // q.shape[-1] + q.nbytes + k.nbytes + v.nbytes
+
+
+def _flops(options, q, k, v) -> int:
+    """Of the two products of the forward; half of the scores are masked where attention is causal."""
+    (b, s, h, d), (_, t, _, e) = q.shape, v.shape
+    return 2 * b * h * s * t * (d + e) // (2 if options.get("causal") else 1)
 
 
 def _qkv(b, s, t, h, g, d, e=None):
@@ -205,4 +211,7 @@ SPEC = Spec(
     backward_kernels=2,
     forward_bytes=_bytes,
     backward_bytes=lambda *a: 2 * _bytes(*a),
+    forward_flops=_flops,
+    backward_flops=lambda *a: 5 * _flops(*a) // 2,  # five products
+    one_dtype=True,
 )

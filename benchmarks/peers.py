@@ -1,0 +1,39 @@
+"""Other implementations of an op, where they are installed: op -> name -> function of the op's operands and options.
+
+A peer takes what the op's public function takes and returns None if it has nothing for these arguments.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+
+def _cudnn_attention(q, k, v, *, causal=False):
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=bool(causal), implementation="cudnn")
+
+
+def _tokamax_attention(q, k, v, *, causal=False):
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    tokamax = importlib.import_module("tokamax")
+    return lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=bool(causal))
+
+
+def _plain_matmul(a, b, bias, residual, *, activation=None):
+    """As one writes it: the product rounded to its dtype, and the rest fused by XLA as far as it goes."""
+
+    def f(a, b, bias, residual):
+        y = jnp.matmul(a, b, precision="highest")
+        y = y if bias is None else y + bias
+        y = y if activation is None else getattr(jax.nn, activation)(y)
+        return y if residual is None else y + residual
+
+    return f
+
+
+PEERS = {"flash_attention": {"cudnn": _cudnn_attention}, "matmul": {"jnp": _plain_matmul}}
+if importlib.util.find_spec("tokamax"):
+    PEERS["flash_attention"]["tokamax"] = _tokamax_attention
