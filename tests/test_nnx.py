@@ -315,11 +315,11 @@ def test_attention_function():
 
 @pytest.mark.parametrize("options", [{}, {"attention_fn": jnnx.causal_attention}])
 def test_decode(options):
-    """Token by token with Flax's cache, is_causal or not: what causal attention of the whole gives."""
+    """Token by token with Flax's cache: what causal attention of the whole gives."""
     x = draw(*X)
     layer = jnnx.MultiHeadAttention(2, 8, num_kv_heads=1, rngs=rngs(), **options)
     layer.init_cache(x.shape)
-    step = nnx.jit(lambda layer, x: layer(x, decode=True, is_causal=True))
+    step = nnx.jit(lambda layer, x: layer(x, decode=True))
     out = [step(layer, x[:, i : i + 1]) for i in range(X[1])]
     agree(jnp.concatenate(out, 1), layer(x, decode=False, is_causal=True), 1e-4)
 
