@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks import machine
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"layers": 14, "width": 768, "heads": 12, "length": 1024, "batch": 32, "steps": 400, "learning-rate": 6e-4}
+SIZES = {"layers": 14, "width": 768, "heads": 12, "length": 1024, "batch": 32, "steps": 200, "learning-rate": 6e-4}
 
 
 def train(implementation: str, folder: Path) -> dict:
