@@ -1,6 +1,5 @@
 """What `jtops.linen` and `jtops.nnx` share: which calls of Flax's layers the ops serve, and as which calls of ops. No Flax here."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -10,21 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import jtops
 from jtops.kernels._lib.checks import KERNEL_FLOATS
 from jtops.kernels.flash_attention import flash_attention
-
-
-# TEMPORARY: once there is jtops.kernels.matmul, import matmul from it and delete from here ...
-@functools.partial(jax.jit, static_argnames=("precision", "preferred_element_type"))
-def matmul(a, b, *, bias=None, precision=None, preferred_element_type=None):
-    """Stand-in."""
-    y = jnp.matmul(a, b, precision=precision, preferred_element_type=preferred_element_type)
-    return y if bias is None else y + bias
-
-
-matmul = getattr(jtops, "matmul", matmul)
-# ... to here.
+from jtops.kernels.matmul import matmul
 
 
 def _last(axes: Any, ndim: int) -> bool:
