@@ -4,6 +4,7 @@ Same seed, same data in the same order. Writes tokens per second, both validatio
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,8 @@ def train(implementation: str, folder: Path) -> dict:
         str(figures),
     ]
     command += [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
-    subprocess.run([*command, "--picture", str(folder / "curve.png")], cwd=ROOT, check=False)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--picture", str(folder / "curve.png")], cwd=ROOT, env=env, check=False)
     return json.loads(figures.read_text())
 
 
