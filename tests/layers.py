@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jtops
 
@@ -62,3 +63,8 @@ def agree(got, want, tolerance=None) -> None:
 def way(name):
     """Context of an implementation; None is the default."""
     return jtops.config.implementation(name)
+
+
+def options(cases):
+    """pytest parameters of the cases: one in three at once, all of them in test-all."""
+    return [pytest.param(*case, id=f"{i}-{case[0]}", marks=() if i % 3 == 0 else pytest.mark.slow) for i, case in enumerate(cases)]

@@ -8,6 +8,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jtops
 from tests import oracles
@@ -23,6 +24,10 @@ def _spec(op):
 
 
 SPECS = {f.__name__: _spec(f) for f in OPS}
+KIN = {"rms_norm": "layer_norm"}  # by the same kernels and launchers: their transforms and meshes are tested in test-all
+every_op = pytest.mark.parametrize(
+    "spec", [pytest.param(spec, id=name, marks=pytest.mark.slow if name in KIN else ()) for name, spec in SPECS.items()]
+)
 CASES = [(spec, case) for spec in SPECS.values() if spec is not None for case in spec.cases]
 CASE_IDS = [f"{spec.name}-{case.id}" for spec, case in CASES]
 

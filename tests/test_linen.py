@@ -139,7 +139,7 @@ CASES = (
 
 
 @pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("name", "fields", "options", "dtype", "ops"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(("name", "fields", "options", "dtype", "ops"), layers.options(CASES))
 def test_every_option(name, fields, options, dtype, ops):
     x = draw(*X, dtype=dtype)
     theirs, ours = getattr(nn, name)(**fields), getattr(jnn, name)(**fields)
@@ -201,7 +201,7 @@ CAUSAL = {"attention_fn": jnn.causal_attention}
 TEXT = jnp.arange(12).reshape(2, 6) % 11
 
 
-@pytest.mark.parametrize(("dtype", "remat"), [(None, True), (BF16, False)])
+@pytest.mark.parametrize(("dtype", "remat"), [(None, True), pytest.param(BF16, False, marks=pytest.mark.slow)])
 def test_swap_by_import(dtype, remat):
     """A model keeps its names, its initial values, and its results; and it takes checkpoints of Flax's."""
     theirs, ours = model_of(nn, causal={}, dtype=dtype, remat=remat), model_of(jnn, causal=CAUSAL, dtype=dtype, remat=remat)
@@ -252,7 +252,7 @@ def test_partitioning():
     agree(ours.apply(got, draw(*X)), theirs.apply(want, draw(*X)), 1e-4)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 def test_on_a_mesh(axis_type):
     """A batch on many devices: the same values and gradients as on one."""
     mesh = jax.make_mesh((4,), ("data",), (axis_type,))

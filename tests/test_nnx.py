@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jtops.nnx as jnnx
+from tests import layers as checks
 from tests.layers import ATTENTION, BF16, F16, F32, PRODUCT, agree, draw, identical, ops_in, shortest, value_and_grads, way
 
 SPREAD = nnx.initializers.uniform(1.0)
@@ -142,12 +143,10 @@ def plain(state):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "fields", "options", "dtype", "ops"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
-)
+@pytest.mark.parametrize(("name", "args", "fields", "options", "dtype", "ops"), checks.options(CASES))
 def test_every_option(name, args, fields, options, dtype, ops):
     x = draw(*X, dtype=dtype)
-    theirs, ours = (getattr(layers, name)(*args, rngs=rngs(), **fields) for layers in (nnx, jnnx))
+    theirs, ours = (getattr(module, name)(*args, rngs=rngs(), **fields) for module in (nnx, jnnx))
     assert isinstance(ours, getattr(nnx, name))
     identical(plain(nnx.state(ours)), plain(nnx.state(theirs)))
     results = []
@@ -180,7 +179,7 @@ class Block(nnx.Module):
 ALL = {"layer_norm", "rms_norm", "matmul", "flash_attention"}
 
 
-@pytest.mark.parametrize("dtype", [None, BF16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(BF16, marks=pytest.mark.slow)])
 def test_swap_by_import(dtype, tmp_path):
     """A model keeps its state's paths, initial values and results; and it takes checkpoints of Flax's, through orbax."""
     theirs, ours = (Block(layers, rngs(), dtype) for layers in (nnx, jnnx))
@@ -233,7 +232,7 @@ def test_metadata():
         np.testing.assert_array_equal(a[...], b[...])
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
 def test_on_a_mesh(axis_type):
     """A batch on many devices: the same values and gradients as on one. What out_sharding is asked of, XLA multiplies."""
     x = draw(4, 6, 8)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jtops
 from tests import numerics
 from tests.kernels import lowered
-from tests.specs import SPECS, draw, function
+from tests.specs import draw, every_op, function
 
 # Here by interpreted kernels on 8 forced devices; with two GPUs by the kernels themselves.
 everywhere = pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
@@ -44,7 +44,6 @@ def normal(*shape, seed=0):
 
 
 X = normal(16, 8, 32)
-every_op = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 
 
 class Meshed:

@@ -1,6 +1,7 @@
 """Each JAX transform once per op, on its small case: by default (the primitive over the reference) and by kernel."""
 
 import dataclasses
+import functools
 import warnings
 
 import jax
@@ -10,9 +11,8 @@ import pytest
 
 from tests import numerics
 from tests.kernels import lowered
-from tests.specs import SPECS, cotangent, draw, floating, function, truth, truth_vjp, value_and_vjp
+from tests.specs import SPECS, cotangent, draw, every_op, floating, function, truth, truth_vjp, value_and_vjp
 
-every_op = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 every_way = pytest.mark.parametrize("implementation", [None, "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 
 
@@ -94,18 +94,30 @@ TRANSFORMS = {
 }
 
 
-@every_way
-@pytest.mark.parametrize("name", TRANSFORMS)
+COMPOSED = {"rev_of_rev", "rev_of_fwd", "third", "hessian_of_remat", "grad_of_scan_of_remat", "cond", "jvp_first", "grad_last"}
+BY_WAY = [  # by default, the rules of the primitive's stages in new orders: in test-all
+    pytest.param(name, way, id=f"{name}-{way}", marks=[pytest.mark.slow] * (name in COMPOSED and way is None))
+    for name in TRANSFORMS
+    for way in (None, "interpret")
+] + [pytest.param(name, "triton", id=f"{name}-triton", marks=pytest.mark.gpu) for name in TRANSFORMS]
+
+
+@pytest.mark.parametrize(("name", "implementation"), BY_WAY)
 @every_op
 def test_transform(spec, name, implementation):
-    f, reference, operands = both(spec, implementation)
-    transform = TRANSFORMS[name]
-    got, want = (jax.jit(transform(g, operands))(*operands) for g in (f, reference))
-    numerics.close(got, want, 1e-4)
+    f, _, operands = both(spec, implementation)
+    got = jax.jit(TRANSFORMS[name](f, operands))(*operands)
+    numerics.close(got, by_reference(spec.name, name), 1e-4)
+
+
+@functools.cache
+def by_reference(op, name):
+    _, reference, operands = both(SPECS[op], None)
+    return jax.jit(TRANSFORMS[name](reference, operands))(*operands)
 
 
 @every_op
-@pytest.mark.parametrize("name", ["value", "grad", "jvp", "hvp"])
+@pytest.mark.parametrize("name", ["value", "grad", "jvp", pytest.param("hvp", marks=pytest.mark.slow)])
 def test_without_jit(spec, name):
     f, reference, operands = both(spec, None)
     got, want = (TRANSFORMS[name](g, operands)(*operands) for g in (f, reference))
