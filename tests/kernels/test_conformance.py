@@ -12,9 +12,18 @@ def test_every_op_has_a_spec():
     assert all(spec.name == name and spec.function.__name__ == name for name, spec in SPECS.items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+# Of float16, which goes bfloat16's way, one case of each op at once; all of them in test-all and on the GPU.
+CALLS = [
+    pytest.param(
+        spec, case, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.slow] * (dtype == "float16" and case is not spec.cases[0])
+    )
+    for (spec, case), name in zip(CASES, CASE_IDS, strict=True)
+    for dtype in ("float32", "bfloat16", "float16")
+]
+
+
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("spec", "case"), CASES, ids=CASE_IDS)
+@pytest.mark.parametrize(("spec", "case", "dtype"), CALLS)
 def test_value_and_gradients(spec, case, dtype, implementation):
     assert dtype in spec.dtypes, f"{spec.name} does not list {dtype}; narrow the parametrisation if that is meant"
     operands = draw(spec, case, dtype)

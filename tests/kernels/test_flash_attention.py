@@ -15,6 +15,10 @@ ways = pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.par
 attention = jtops.flash_attention
 
 
+def in_test_all(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def normal(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
@@ -61,7 +65,7 @@ def test_case_1_dead_queries(implementation):
 
 
 @ways
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", in_test_all("bfloat16"), in_test_all("float16")])
 def test_case_1_dead_blocks(dtype, implementation):
     q, k, v = qkv(200, 200, d=64, dtype=dtype)
     ids = (jnp.where(jnp.arange(200) < 70, 1, 9)[None], jnp.ones((1, 200), int))
@@ -83,7 +87,7 @@ def test_case_1_dead_blocks(dtype, implementation):
 
 
 @ways
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", in_test_all("float32")])
 def test_case_3_masked_scores_overflow(dtype, implementation):
     q, v = jnp.ones((1, 48, 1, 32), dtype), normal(1, 48, 1, 32, dtype=dtype)
     k = jnp.full((1, 48, 1, 32), 50, dtype).at[:, 0].set(0)
@@ -101,7 +105,7 @@ def test_case_3_masked_scores_overflow(dtype, implementation):
 
 @ways
 @pytest.mark.parametrize("by", ["kv_lengths", "segment_ids"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("poison", [np.nan, in_test_all(np.inf)])
 def test_case_4_padding_never_leaks(poison, by, implementation):
     q, k, v = qkv(70, 70, d=32)
     inside = (jnp.arange(70) < 50)[None, :, None, None]

@@ -176,7 +176,7 @@ def test_explicit(spec, implementation):
     with jax.set_mesh(m):
         for axes in (("x",), (*[None] * (case.main.ndim - 1), "x")):
             placed = case.put(m, *axes)
-            for transform in (lambda f: f, case.grads, lambda f: jax.vmap(f, batched)):
+            for transform in (lambda f: f, case.grads, lambda f: jax.vmap(f, batched))[: 3 if axes[0] else 2]:
                 if spec.name == "flash_attention" and axes[0] is None and implementation is None:
                     continue  # the reference splits heads; on a GPU and in the interpreter the kernel does not
                 expected = transform(case.want)(*case.operands)
@@ -216,7 +216,7 @@ def test_auto_kernels_do_not_export():
 
 
 @by_default
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 @every_op
 def test_manual(spec, check_vma, implementation):
     """Inside shard_map the call is local, and the gradient of what devices share is summed over them by JAX."""

@@ -94,9 +94,17 @@ TRANSFORMS = {
 }
 
 
-COMPOSED = {"rev_of_rev", "rev_of_fwd", "third", "hessian_of_remat", "grad_of_scan_of_remat", "cond", "jvp_first", "grad_last"}
-BY_WAY = [  # by default, the rules of the primitive's stages in new orders: in test-all
-    pytest.param(name, way, id=f"{name}-{way}", marks=[pytest.mark.slow] * (name in COMPOSED and way is None))
+AT_ONCE = {
+    "value",
+    "grad",
+    "jvp",
+    "hvp",
+    "linear_transpose",
+    "remat",
+    "scan",
+}  # by default, each stage once; the others in test-all
+BY_WAY = [
+    pytest.param(name, way, id=f"{name}-{way}", marks=[pytest.mark.slow] * (way is None and name not in AT_ONCE))
     for name in TRANSFORMS
     for way in (None, "interpret")
 ] + [pytest.param(name, "triton", id=f"{name}-triton", marks=pytest.mark.gpu) for name in TRANSFORMS]
