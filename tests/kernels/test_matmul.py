@@ -82,7 +82,9 @@ def test_nothing_to_sum_is_the_epilogue_of_zero(implementation):
 
 
 @ways
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 1), (1, 1, 1), (17, 3, 5), (3, 7, 64), (1, 300, 257), (70, 65, 129)])
 def test_case_30_tails_read_nothing(m, n, k, dtype, implementation):
     """NaN behind every edge of the operands: in a's next row and column, in b's, all of them next to the matrix in memory."""

@@ -13,11 +13,22 @@ from jax.sharding import PartitionSpec as P
 import jtops
 from tests import numerics
 from tests.kernels import lowered
-from tests.specs import draw, every_op, function
+from tests.specs import SPECS, draw, every_op, function
 
 # Here by interpreted kernels on 8 forced devices; with two GPUs by the kernels themselves.
 everywhere = pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
-by_default = pytest.mark.parametrize("implementation", [None, "interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
+by_default = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(None, marks=pytest.mark.slow), "interpret", pytest.param("triton", marks=pytest.mark.multigpu)],
+)
+# The frame is one: three ops go through all of it at once, the others through the plainest of each mode; all in test-all.
+some_ops = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, id=name, marks=() if name in ("add", "softmax", "layer_norm") else pytest.mark.slow)
+        for name, spec in SPECS.items()
+    ],
+)
 
 COLLECTIVE = re.compile(r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
@@ -126,7 +137,7 @@ def test_auto_rows_in_every_nesting(name, transform, implementation):
 
 
 @everywhere
-@every_op
+@some_ops
 def test_auto_features(spec, implementation):
     """A sharded last axis gives the right answer, and so does one asked for."""
     case = Meshed(spec, implementation)
@@ -148,7 +159,7 @@ def test_only_whole_axes_are_gathered(name, gathers, implementation):
 
 
 @everywhere
-@every_op
+@some_ops
 def test_auto_awkward(spec, implementation):
     """Inconsistent operands, sharded parameters, two mesh axes, rows that the mesh does not divide."""
     case, m = Meshed(spec, implementation), mesh()
@@ -168,7 +179,7 @@ def test_auto_awkward(spec, implementation):
 
 
 @by_default
-@every_op
+@some_ops
 def test_explicit(spec, implementation):
     """Explicit axes: types carry the sharding, eagerly and under jit; the text is the same every time and exports."""
     case, m = Meshed(spec, implementation), mesh(AxisType.Explicit)
