@@ -66,5 +66,5 @@ def way(name):
 
 
 def options(cases):
-    """pytest parameters of the cases: one in three at once, all of them in test-all."""
-    return [pytest.param(*case, id=f"{i}-{case[0]}", marks=() if i % 3 == 0 else pytest.mark.slow) for i, case in enumerate(cases)]
+    """pytest parameters of the cases: one in five at once, all of them in test-all."""
+    return [pytest.param(*case, id=f"{i}-{case[0]}", marks=() if i % 5 == 0 else pytest.mark.slow) for i, case in enumerate(cases)]

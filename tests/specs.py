@@ -24,10 +24,17 @@ def _spec(op):
 
 
 SPECS = {f.__name__: _spec(f) for f in OPS}
-KIN = {"rms_norm": "layer_norm"}  # by the same kernels and launchers: their transforms and meshes are tested in test-all
-every_op = pytest.mark.parametrize(
-    "spec", [pytest.param(spec, id=name, marks=pytest.mark.slow if name in KIN else ()) for name, spec in SPECS.items()]
-)
+# The frame is one: three ops go through all of its tests at once, the others through the plainest; all of them in test-all.
+MODELS = ("add", "softmax", "layer_norm")
+
+
+def in_parts(at_once):
+    """Ops, those not `at_once` in test-all."""
+    return [pytest.param(s, id=name, marks=() if name in at_once else pytest.mark.slow) for name, s in SPECS.items()]
+
+
+every_op = pytest.mark.parametrize("spec", in_parts([name for name in SPECS if name != "rms_norm"]))  # layer_norm's kernels
+some_ops = pytest.mark.parametrize("spec", in_parts(MODELS))
 CASES = [(spec, case) for spec in SPECS.values() if spec is not None for case in spec.cases]
 CASE_IDS = [f"{spec.name}-{case.id}" for spec, case in CASES]
 

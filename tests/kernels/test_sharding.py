@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jtops
 from tests import numerics
 from tests.kernels import lowered
-from tests.specs import SPECS, draw, every_op, function
+from tests.specs import draw, every_op, function, some_ops
 
 # Here by interpreted kernels on 8 forced devices; with two GPUs by the kernels themselves.
 everywhere = pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
@@ -21,15 +21,6 @@ by_default = pytest.mark.parametrize(
     "implementation",
     [pytest.param(None, marks=pytest.mark.slow), "interpret", pytest.param("triton", marks=pytest.mark.multigpu)],
 )
-# The frame is one: three ops go through all of it at once, the others through the plainest of each mode; all in test-all.
-some_ops = pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(spec, id=name, marks=() if name in ("add", "softmax", "layer_norm") else pytest.mark.slow)
-        for name, spec in SPECS.items()
-    ],
-)
-
 COLLECTIVE = re.compile(r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import numerics
 from tests.kernels import lowered
-from tests.specs import SPECS, cotangent, draw, every_op, floating, function, truth, truth_vjp, value_and_vjp
+from tests.specs import MODELS, SPECS, cotangent, draw, every_op, floating, function, some_ops, truth, truth_vjp, value_and_vjp
 
 every_way = pytest.mark.parametrize("implementation", [None, "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 
@@ -96,15 +96,23 @@ TRANSFORMS = {
 
 # By default, which is the reference on CPUs, each stage once; the other orders in test-all.
 AT_ONCE = ("value", "grad", "jvp", "hvp", "linear_transpose", "remat", "scan")
-BY_WAY = [
-    pytest.param(name, way, id=f"{name}-{way}", marks=[pytest.mark.slow] * (way is None and name not in AT_ONCE))
+CALLS = [
+    pytest.param(
+        *(spec, name, way),
+        id=f"{op}-{name}-{way}",
+        marks=[pytest.mark.slow] * ((name not in AT_ONCE and (way is None or op not in MODELS)) or op == "rms_norm"),
+    )
+    for op, spec in SPECS.items()
     for name in TRANSFORMS
     for way in (None, "interpret")
-] + [pytest.param(name, "triton", id=f"{name}-triton", marks=pytest.mark.gpu) for name in TRANSFORMS]
+] + [
+    pytest.param(spec, name, "triton", id=f"{op}-{name}-triton", marks=pytest.mark.gpu)
+    for op, spec in SPECS.items()
+    for name in TRANSFORMS
+]
 
 
-@pytest.mark.parametrize(("name", "implementation"), BY_WAY)
-@every_op
+@pytest.mark.parametrize(("spec", "name", "implementation"), CALLS)
 def test_transform(spec, name, implementation):
     f, _, operands = both(spec, implementation)
     got = jax.jit(TRANSFORMS[name](f, operands))(*operands)
@@ -117,7 +125,7 @@ def by_reference(op, name):
     return jax.jit(TRANSFORMS[name](reference, operands))(*operands)
 
 
-@every_op
+@some_ops
 @pytest.mark.parametrize("name", ["value", "grad", "jvp", pytest.param("hvp", marks=pytest.mark.slow)])
 def test_without_jit(spec, name):
     f, reference, operands = both(spec, None)
@@ -138,7 +146,7 @@ BATCHES = {  # which operands have a mapped axis, and where
 
 @every_way
 @pytest.mark.parametrize("batch", BATCHES)
-@every_op
+@some_ops
 def test_vmap(spec, batch, implementation):
     f, reference, operands = both(spec, implementation)
     in_axes = BATCHES[batch](len(operands))
@@ -158,7 +166,7 @@ def test_vmap(spec, batch, implementation):
 
 
 @every_way
-@every_op
+@some_ops
 def test_nested_vmap(spec, implementation):
     _, _, operands = both(spec, implementation)
     n = len(operands)
@@ -194,7 +202,7 @@ def test_empty(spec, implementation):
 
 
 @every_way
-@every_op
+@some_ops
 def test_donation(spec, implementation):
     """Donating any operand changes nothing, and what is not donated keeps its value."""
     f, reference, operands = both(spec, implementation)
@@ -248,7 +256,7 @@ def test_x64(spec):
             function(spec, spec.small, implementation="interpret")(*operands)
 
 
-@every_op
+@some_ops
 def test_x64_by_kernel(spec):
     f = function(spec, spec.small, implementation="interpret")
     before = f(*draw(spec, spec.small))
@@ -256,7 +264,7 @@ def test_x64_by_kernel(spec):
         np.testing.assert_array_equal(f(*draw(spec, spec.small, "float32")), before)
 
 
-@every_op
+@some_ops
 def test_one_trace_per_signature(spec):
     """Case 57: f(f(x)) and repeated calls trace once."""
     f, _, operands = both(spec, None)
@@ -275,7 +283,7 @@ def test_one_trace_per_signature(spec):
     assert traces == 1
 
 
-@every_op
+@some_ops
 def test_remat_names(spec):
     """Case 55: with `{op}_residual` saved, the forward kernel appears once in the gradient; with nothing saved, twice."""
     f, _, operands = both(spec, None)
