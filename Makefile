@@ -20,7 +20,7 @@ endif
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
 
-demo: $(READY)  ## train a small language model: on the GPU if there is one, else about two minutes of CPU
+demo: $(READY)  ## train a small language model: on the GPU if there is one, else two to three minutes of CPU
 	$(PY) examples/train_lm.py
 
 test: lint  ## what CI runs: style, types, import contracts, tests
