@@ -327,6 +327,7 @@ Q = jnp.ones((2, 4, 6, 8))
         (lambda: attention(Q, Q[:, :3], Q[:, :3], segment_ids=jnp.ones((2, 4), int)), ValueError, "pass a pair"),
         (lambda: attention(Q, Q, Q, kv_lengths=jnp.ones((3,), int)), ValueError, "batch axes must broadcast together"),
         (lambda: attention(Q, Q, Q, kv_lengths=jnp.ones((2,))), TypeError, "kv_lengths must be integers"),
+        (lambda: attention(Q, Q, Q, segment_ids=jnp.ones((2, 4), "uint32")), TypeError, "must fit int32; got uint32"),
         (lambda: attention(Q, Q, Q, precision="exact"), ValueError, "precision must be"),
         (lambda: jax.jit(lambda s: attention(Q, Q, Q, scale=s))(1.0), TypeError, "scale is compiled into the kernel"),
         (lambda: attention(*[jnp.ones((1, 4, 1, 300))] * 3, implementation="triton"), jtops.UnsupportedError, "dims above 256"),

@@ -407,7 +407,7 @@ def _run_kernel(call: Call, platform: str, *args) -> list:
     collapsed = spread((_collapse(x, n, shape) for x in primals), call.present)
     if call.stage in ("out", "fwd"):
         outs = call.op.forward(launch, *collapsed)
-        _check_results(call, "forward", "results", outs, [((batch, *t.shape[n:]), (t.dtype,)) for t in types])
+        _check_results(call, "forward", "results", outs, [(((batch, *t.shape[n:]),), (t.dtype,)) for t in types])
         return [o.reshape(t.shape) for o, t in zip(outs, types, strict=True)]
     full = lambda x: jnp.broadcast_to(x, shape + x.shape[n:]).reshape(batch, *x.shape[n:])
     grads = call.op.backward(launch, collapsed, [full(x) for x in saved], spread((full(x) for x in linear), call.live))
@@ -430,7 +430,6 @@ def _check_results(call: Call, launcher: str, what: str, got, wanted: list) -> N
         if rule is None:
             continue
         shapes, dtypes = rule
-        shapes = shapes if isinstance(shapes[0], tuple) else (shapes,)
         if x is None or x.shape not in shapes or x.dtype not in dtypes:
             have = "None" if x is None else f"{x.dtype} {x.shape}"
             raise TypeError(

@@ -68,7 +68,8 @@ def flash_attention(
       causal: True or "top_left": query i sees keys up to i; "bottom_right": up to ``i + kv_length - q_length``.
       window: keys that a query at position p sees: p - left .. p + right, inclusive; an int is both, None on a side no bound. It
         does not make attention causal.
-      segment_ids: a query sees keys of its own id; one array for both sides, or a pair. Negative ids see and are seen by nothing.
+      segment_ids: a query sees keys of its own id; one array for both sides, or a pair. Negative ids see and are
+        seen by nothing. Ids and lengths are int32 or shorter.
       q_lengths, kv_lengths: how many queries and keys of each batch element count.
       scale: factor of the scores; None is ``1 / sqrt(d)``.
       precision: of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
@@ -141,6 +142,8 @@ def _integers(name: str, x, spec: str, sizes: dict[str, int], batch: tuple[int, 
     x = checks.array(_OP, name, x, floating=False)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{_OP}: {name} must be integers; got {x.dtype} {x.shape}.")
+    if not jnp.can_cast(x.dtype, jnp.int32):  # an id cut to 32 bits would meet another, or be taken for padding
+        raise TypeError(f"{_OP}: {name} must fit int32; got {x.dtype} {x.shape}. Cast it, e.g. {name}.astype('int32').")
     core = [sizes[letter] for letter in spec.split()[1:]]
     if list(x.shape[x.ndim - len(core) :]) != core or x.ndim < len(core):
         raise ValueError(f"{_OP}: {name} must have shape [batch{''.join(f', {n}' for n in core)}]; got {x.shape}.")
