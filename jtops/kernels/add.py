@@ -210,5 +210,6 @@ SPEC = Spec(
     ),
     backward_kernels=1,
     forward_bytes=lambda out, x, y: out.nbytes + x.nbytes + y.nbytes,
-    backward_bytes=lambda out, x, y: out.nbytes + x.nbytes + y.nbytes,
+    # An operand of the result's shape gets the cotangent itself; the others a sum of it.
+    backward_bytes=lambda out, *xs: sum(out.nbytes + x.nbytes for x in xs if x.shape != out.shape),
 )
