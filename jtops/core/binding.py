@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from jtops.core import compat
-from jtops.core.types import Bound, Constexpr, Operand, Result, as_scalar, triton_type
+from jtops.core.descriptor import TensorDescriptor, bound_descriptor
+from jtops.core.types import Bound, Constexpr, Descriptor, Operand, Result, array_of, as_scalar, triton_type
 
 
 def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, int]:
@@ -37,6 +38,8 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) -> 
                 f"kernel {kernel.__name__}: {key} must be a positive {'power of two' if power else 'int'}; got {value!r}."
             )
         options[key] = int(value)
+    if options.get("num_ctas", 1) > 8:
+        raise ValueError(f"kernel {kernel.__name__}: num_ctas must be at most 8, the largest portable cluster; got {num_ctas}.")
     for key, value in (backend_options or {}).items():
         if key not in compat.BACKEND_OPTIONS:
             raise TypeError(
@@ -51,17 +54,13 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) -> 
     return tuple(sorted(options.items()))
 
 
-def checked_out_type(kernel):
-    """A function that returns a leaf of `out_type` if it is one, and raises TypeError otherwise."""
-    def check(leaf):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(
-                f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}."
-            )
-        triton_type(leaf.dtype)
-        return leaf
-
-    return check
+def out_array(kernel, leaf) -> jax.ShapeDtypeStruct:
+    """The type of the array that a leaf of `out_type` asks for; TypeError if it asks for none."""
+    leaf = leaf.base if isinstance(leaf, TensorDescriptor) else leaf
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}.")
+    triton_type(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _check_hashable(kernel, what, value):
@@ -118,8 +117,8 @@ def bind(kernel, args, kwargs, options, outs) -> tuple[Bound, list]:
         )
     given = {p.name: a for p, a in zip(positional, args, strict=False)} | kwargs
     arrays: list = []
-    bound: dict = {}
-    free = []
+    bound: dict[str, Any] = {}
+    free: list[str] = []
     for n, p in params.items():
         if n in given:
             bound[n] = _bind_one(kernel, p, given[n], arrays)
@@ -137,12 +136,33 @@ def bind(kernel, args, kwargs, options, outs) -> tuple[Bound, list]:
             f"triton_call: out_type has {len(outs)} outputs, but the arguments leave {len(free)} parameters of {signature} unbound"
             f"{': ' + ', '.join(free) if free else ''}. Each output needs one pointer parameter, each other parameter an argument."
         )
-    bound |= {n: Result(i) for i, n in enumerate(free)}
+    _check_order(kernel, bound)
+    for i, (n, out) in enumerate(zip(free, outs, strict=True)):
+        bound[n] = _described(kernel, n, out, Result(i)) if isinstance(out, TensorDescriptor) else Result(i)
     return tuple((n, bound[n]) for n in params), arrays
+
+
+def _check_order(kernel, bound) -> None:
+    """The launch hands a kernel its operands and then its results, whatever its signature says."""
+    names = list(bound)
+    first = next((i for i, n in enumerate(names) if bound[n] is None), len(names))
+    late = [n for n in names[first:] if bound[n] is not None and array_of(bound[n])]
+    if late:
+        raise ValueError(
+            f"triton_call: in {_signature(kernel)} output {names[first]!r} comes before input {', '.join(map(repr, late))}; a "
+            "kernel's outputs must follow its array inputs."
+        )
+
+
+def _described(kernel, name, given, array) -> Descriptor:
+    return bound_descriptor(given, array, compat.is_gluon(kernel), f"kernel {kernel.__name__}: parameter {name!r}")
 
 
 def _bind_one(kernel, param, value, arrays):
     value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+    if isinstance(value, TensorDescriptor):
+        arrays.append(value.base)
+        return _described(kernel, param.name, value, Operand(len(arrays) - 1))
     if isinstance(value, jax.Array) or (isinstance(value, np.ndarray) and not param.is_constexpr):
         if param.is_constexpr:
             raise TypeError(

@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching
 
 from jtops import config
 from jtops.core import compat, lowering, target
-from jtops.core.binding import bind, called_grid, check_keywords, checked_out_type, launch_options, normalize_grid
+from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
 
@@ -87,12 +87,14 @@ def triton_call(
     """Call a Triton kernel with JAX arrays; works under ``jax.jit``, in ``shard_map`` and in scans.
 
     Positional arguments bind to the kernel's parameters in order, skipping those given by keyword. The pointer parameters
-    that remain are the outputs, one per leaf of `out_type`, in order; constexpr parameters that remain take their defaults.
+    that remain are the outputs, one per leaf of `out_type`, in order; constexpr parameters that remain take their defaults. In a
+    kernel's signature the outputs follow the array inputs. A `TensorDescriptor` in an array's place is read or written by TMA.
 
     Args:
       *args: arrays (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values.
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function.
-      out_type: pytree whose leaves have ``.shape`` and ``.dtype``; the result has the same structure.
+      out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
+        structure.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
         to those. A grid with a zero launches nothing and returns zeros.
       name: name of the launch in profiles. Default: the kernel's.
@@ -118,10 +120,8 @@ def triton_call(
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options)
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
-    outs = tuple(
-        jax.ShapeDtypeStruct(t.shape, jax.dtypes.canonicalize_dtype(t.dtype)) for t in map(checked_out_type(function), leaves)
-    )
-    bound, arrays = bind(function, args, kwargs, options, outs)
+    outs = tuple(out_array(function, leaf) for leaf in leaves)
+    bound, arrays = bind(function, args, kwargs, options, leaves)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
     grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
     if 0 in grid3:

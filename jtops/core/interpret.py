@@ -21,15 +21,16 @@ import numpy as np
 
 from jtops.core import compat
 from jtops.core.numpy_machine import Memory, make_builder, numpy_type
-from jtops.core.types import NUMPY_TYPES, Bound, Constexpr, Operand, Result, triton_type
+from jtops.core.types import NUMPY_TYPES, Bound, Constexpr, Descriptor, Operand, Result, Scalar, array_of, triton_type
 from jtops.errors import InterpreterError, UnsupportedError
 
 
 def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs: list[np.ndarray], outputs: list[np.ndarray]) -> None:
     """Run every program of `grid`; `outputs` are written in place, `inputs` are untouched."""
-    if isinstance(kernel, compat.GluonJITFunction):
+    if compat.is_gluon(kernel):
         raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
-    names = lambda kind: [name for _, name in sorted((p.index, name) for name, p in bound if isinstance(p, kind))]
+    arrays = [(array, name) for name, p in bound if (array := array_of(p))]
+    names = lambda kind: [name for _, name in sorted((a.index, name) for a, name in arrays if isinstance(a, kind))]
     memory = Memory(inputs, outputs, names(Operand), names(Result))
     _machine().run(kernel, bound, grid, memory)
     for mine, out in zip(memory.results, outputs, strict=True):
@@ -108,6 +109,11 @@ class _Machine:
         def value(param):
             if isinstance(param, Constexpr):
                 return param.value
+            if isinstance(param, Descriptor):
+                sizes = [value(Scalar(n, "i32")) for n in param.shape]
+                strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
+                block = [tl.constexpr(b) for b in param.block_shape]
+                return self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding)
             if isinstance(param, Operand | Result):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -13,8 +14,9 @@ from jax.interpreters import mlir
 
 from jtops.core import compat, host_call, interpret
 from jtops.core.compile import CompiledKernel, compile_kernel
+from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
-from jtops.core.types import Operand, Result, Scalar, triton_type
+from jtops.core.types import Descriptor, Operand, Result, Scalar, array_of, triton_type
 from jtops.errors import UnsupportedError
 
 LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
@@ -57,9 +59,11 @@ def _interpreted(call, out_avals, *operands):
 
 def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
     """The machine code of a bound call."""
-    pointer = lambda aval: "*" + triton_type(aval.dtype)
-    types = {n: pointer(in_avals[p.index]) for n, p in call.bound if isinstance(p, Operand)}
-    types |= {n: pointer(out_avals[p.index]) for n, p in call.bound if isinstance(p, Result)}
+    types = {}
+    for name, param in call.bound:
+        if array := array_of(param):
+            dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
+            types[name] = descriptor_type(param, dtype) if isinstance(param, Descriptor) else f"*{triton_type(dtype)}"
     return compile_kernel(call.kernel, call.bound, types, call.options, target)
 
 
@@ -76,11 +80,15 @@ def launch_record(call, compiled: CompiledKernel) -> bytes:
         0 if rocm else compiled.target.arch,
         *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
     )
-    parameters = [
-        lib.create_scalar_parameter(p.value, p.type) if isinstance(p, Scalar) else lib.create_array_parameter(0, 16)
-        for name, p in call.bound
-        if isinstance(p, Operand | Result) or (isinstance(p, Scalar) and name not in compiled.folded)
-    ]
+    descriptors = iter(compiled.descriptors or itertools.repeat(None))
+    parameters: list = []
+    for name, param in call.bound:
+        if isinstance(param, Descriptor):
+            parameters += launch_parameters(lib, param, next(descriptors))
+        elif isinstance(param, Operand | Result):
+            parameters.append(lib.create_array_parameter(0, 16))
+        elif isinstance(param, Scalar) and name not in compiled.folded:
+            parameters.append(lib.create_scalar_parameter(param.value, param.type))
     return lib.TritonKernelCall(kernel, *call.grid, parameters).to_proto(call.name, call.metadata)
 
 

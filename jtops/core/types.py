@@ -76,7 +76,20 @@ class Constexpr:
         return f"Constexpr({self.value!r})"
 
 
-Param = Operand | Result | Scalar | Constexpr
+@dataclasses.dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A tensor descriptor of operand or result `array`, made on the host; see core.descriptor.TensorDescriptor."""
+
+    array: Operand | Result
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any
+    padding: str
+    round_f32_to_tf32: bool
+
+
+Param = Operand | Result | Scalar | Constexpr | Descriptor
 Bound = tuple[tuple[str, Param], ...]
 
 
@@ -87,6 +100,12 @@ def triton_type(dtype) -> str:
     except (KeyError, TypeError):
         supported = ", ".join(str(d) for d in TRITON_TYPES)
         raise TypeError(f"dtype {dtype} has no Triton type; supported are {supported}.") from None
+
+
+def array_of(param: Param) -> Operand | Result | None:
+    """The operand or result that a parameter points to, if it does."""
+    param = param.array if isinstance(param, Descriptor) else param
+    return param if isinstance(param, Operand | Result) else None
 
 
 def as_scalar(value: Any) -> Scalar | None:
