@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jtops.core import compat, host_call, inplace, interpret
+from jtops.core import compat, dump, host_call, inplace, interpret
 from jtops.core.compile import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
@@ -69,7 +69,7 @@ def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
         if array := array_of(param):
             dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
             types[name] = descriptor_type(param, dtype) if isinstance(param, Descriptor) else f"*{triton_type(dtype)}"
-    return compile_kernel(call.kernel, call.bound, types, call.options, target)
+    return dump.noted(call, types, compile_kernel(call.kernel, call.bound, types, call.options, target))
 
 
 def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:

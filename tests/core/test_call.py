@@ -197,7 +197,7 @@ def test_a_kernel_may_ask_for_its_launch_options(interpret):
         ({"BLOCK": {"a": 1}}, TypeError, "'BLOCK'.*of type dict"),
         ({"BLOCK": np.array(128)}, TypeError, "'BLOCK'.*of type ndarray"),
         ({"BLOCK": jnp.array(128)}, TypeError, "'BLOCK' is a compile-time constant, but got an array"),
-        ({"n": 3 + 4j}, TypeError, r"'n' takes an array, a number or None; got \(3\+4j\)"),
+        ({"n": 3 + 4j}, TypeError, r"'n' takes an array, a number, None or a tuple of these; got \(3\+4j\)"),
         ({"n": 2**64}, ValueError, "integer overflow: 18446744073709551616"),
         ({"out_type": (X, X)}, ValueError, "out_type has 2 outputs, but the arguments leave 1 parameters .* unbound: o_ptr"),
         ({"out_type": 3}, TypeError, r"out_type leaves need .* got 3"),
