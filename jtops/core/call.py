@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jtops import config
-from jtops.core import compat, inplace, lowering, target
+from jtops.core import compat, inplace, legacy, lowering, target
 from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
@@ -137,7 +137,7 @@ def triton_call(
       has_side_effect: keep the call even if its results are unused.
       cost_estimate: ``{"flops": ..., "bytes_accessed": ...}`` for profilers.
       serialized_metadata: opaque bytes kept in the launch record.
-      **kwargs: arguments by parameter name.
+      **kwargs: arguments by parameter name. Names that older bridges gave these arguments work, too (`jtops.core.legacy`).
 
     Returns:
       Arrays in the structure of `out_type`.
@@ -149,6 +149,9 @@ def triton_call(
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
+    kwargs, out_type, backend_options, compute_capability = legacy.keywords(
+        kernel, kwargs, out_type, backend_options, compute_capability
+    )
     function = compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug)
