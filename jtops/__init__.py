@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from jtops import config, errors
+from jtops import config, errors, utils
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
@@ -30,6 +30,7 @@ __all__ = [
     "softmax",
     "strides_from_shape",
     "triton_call",
+    "utils",
 ]
 
 try:
