@@ -4,6 +4,7 @@ Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows
 keeps the Python function so that op files import, and using a kernel raises one clear error.
 """
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 from jax._src import config as jax_config
-from jax._src import core, dispatch
+from jax._src import core, dispatch, distributed
 from jax._src.callback import emit_python_callback
 from jax._src.lib import gpu_triton
 from jax.interpreters import ad, mlir
@@ -24,9 +25,15 @@ __all__ = [
     "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
+    "Autotuner",
+    "Heuristics",
     "ad",
     "apply_primitive",
+    "cache_manager",
     "config_state",
+    "distinct_helpers",
+    "distributed_client",
+    "forget_on_disk",
     "gpu_triton",
     "host_callback",
     "kernel_function",
@@ -72,6 +79,13 @@ def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pat
     check(os.environ.get(name.upper()))
     keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
     return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+
+
+def distributed_client() -> tuple[Any, int] | None:
+    """(key-value client, number of this process) of a program of several processes, else None."""
+    state = distributed.global_state
+    several = state.client is not None and (state.num_processes or 1) > 1
+    return (state.client, state.process_id) if several else None
 
 
 def needs_devices_to_lower(primitive) -> None:
@@ -125,8 +139,11 @@ try:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDAOptions
     from triton.compiler import ASTSource
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.cache import get_cache_key, get_cache_manager
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -150,6 +167,7 @@ except ImportError as import_error:
     GPUTarget = ASTSource = GluonASTSource = None
     CompilationError = type("CompilationError", (Exception,), {})
     JITFunction = GluonJITFunction = type("JITFunction", (), {})
+    Autotuner = Heuristics = type("Autotuner", (), {})
 
 
 def require_triton() -> None:
@@ -183,6 +201,48 @@ def kernel_key(kernel) -> str:
         if not INTERPRET_MODE:
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def cache_manager(key: str) -> Any:
+    """Triton's reader and writer of one folder of its disk cache."""
+    return get_cache_manager(key)
+
+
+def forget_on_disk(source, target, options: dict[str, Any]) -> None:
+    """Remove what makes Triton's disk cache hold the compilation of `source`: the list of its files."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
+        os.unlink(path)
+
+
+def distinct_helpers(kernel) -> str:
+    """Tell apart the helpers of `kernel` that differ and share a module and name, as those of a factory do; -> their new names.
+
+    Triton compiles a helper once for each such name, so the second one would silently run the first one's code.
+    """
+    same: dict[str, dict[str, Any]] = {}
+    seen, todo = set(), [kernel]
+    while todo:
+        function = todo.pop()
+        if id(function) in seen or not isinstance(function, JITFunction):
+            continue
+        seen.add(id(function))
+        same.setdefault(f"{function.__module__}.{function.fn.__qualname__}", {})[kernel_key(function)] = function
+        names = function.fn.__code__.co_names
+        scope = [function.fn.__globals__.get(n) for n in names] + [c.cell_contents for c in function.fn.__closure__ or ()]
+        for module in [m for m in scope if isinstance(m, types.ModuleType) and not m.__name__.startswith("triton")]:
+            scope += [getattr(module, n, None) for n in names]
+        todo += scope
+    renamed = []
+    for twins in same.values():
+        for key, function in twins.items() if len(twins) > 1 else ():
+            if function is not kernel:
+                function.__qualname__ = f"{function.fn.__qualname__}.{key[:16]}"
+                renamed.append(function.__qualname__)
+    return " ".join(sorted(renamed))
 
 
 def load_interpreter_module() -> Any:
