@@ -77,7 +77,14 @@ def load_or_compile(source, target, options: dict[str, Any]):
     try:
         compiled = compat.triton.compile(source, target=target, options=options)
         damage = None if runs or _intact(compiled) else "its checksum differs"
-    except (ValueError, KeyError, TypeError, OSError, StopIteration) as error:  # what reading truncated JSON or text raises
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+        StopIteration,
+    ) as error:  # what reading truncated JSON or text raises
         if runs:
             raise
         damage = str(error)
@@ -92,6 +99,7 @@ def load_or_compile(source, target, options: dict[str, Any]):
     return compiled
 
 
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OSError, StopIteration)  # from Triton's reading of damaged files
 _SEAL = "jtops.json"
 _USED = (".json", ".ptx", ".hsaco")
 

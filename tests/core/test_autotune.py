@@ -54,9 +54,8 @@ def called(x=X, kernel=tuned, **kwargs):
 
 def settled(f, *args, target="sm_90"):
     """The launch that tracing `f` emits: (constants and numbers by name, options by name)."""
-    with jtops.config.target(target):
-        fresh = lambda *args: f(*args)  # JAX remembers traces by function
-        call = jax.make_jaxpr(fresh)(*args).eqns[-1].params["call"]
+    with jtops.config.target(target):  # a new function each time: JAX remembers traces
+        call = jax.make_jaxpr(functools.partial(f))(*args).eqns[-1].params["call"]
     return {n: p.value for n, p in call.bound if hasattr(p, "value")}, dict(call.options)
 
 
