@@ -66,8 +66,7 @@ def call(triton_call: Callable, args: tuple, kwargs: dict[str, Any], settings: d
     given = dict(settings["backend_options"] or {})
     if clash := [k for k in options if given.get(k, options[k]) != options[k]]:
         raise ValueError(f"triton_call: {clash[0]}={options[clash[0]]!r} but backend_options has {given[clash[0]]!r}.")
-    free, _ = _outputs(settings)
-    plan = Plan(settings["kernel"], args, kwargs, given | options, [leaf for _, leaf in free])
+    plan = Plan(settings["kernel"], args, kwargs, given | options, [leaf for _, leaf in _outputs(settings)])
     bind = lambda candidate, **changes: _bound(triton_call, plan, candidate, settings | changes)
     interpret = settings["interpret"]
     interpret = config.implementation.value == "interpret" if interpret is None else interpret
@@ -76,36 +75,40 @@ def call(triton_call: Callable, args: tuple, kwargs: dict[str, Any], settings: d
     return bind(_settled(_Problem(plan, bind, settings["compute_capability"])))()
 
 
-def _outputs(settings) -> tuple[list[tuple[int, Any]], dict[int, int]]:
-    """Results that have a parameter of their own, with their numbers; and {operand: result} of those that share an operand's."""
+def _outputs(settings) -> list[tuple[int, Any]]:
+    """Results that have a parameter of their own, with their numbers."""
+    shared = set((settings.get("input_output_aliases") or {}).values())
+    return [(i, leaf) for i, leaf in enumerate(_leaves(settings)[0]) if i not in shared]
+
+
+def _leaves(settings) -> tuple[list, Any]:
     kind = settings["out_type"] if settings["out_type"] is not None else settings.get("out_shape")
-    leaves = jax.tree.leaves(kind, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
-    aliases = dict(settings.get("input_output_aliases") or {})
-    shape = lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype) if hasattr(t, "shape") and hasattr(t, "dtype") else t
-    return [(i, shape(t)) for i, t in enumerate(leaves) if i not in aliases.values()], aliases
+    return jax.tree.flatten(kind, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
 
 
 def _bound(triton_call, plan: Plan, candidate: Candidate, settings) -> Callable:
     """The plain call of a candidate, to be traced."""
     plain = dict.fromkeys(("num_warps", "num_stages", "num_ctas"))
     settings = settings | plain | {"kernel": plan.function, "backend_options": candidate.options}
+    number = {name: i for name, (i, _) in zip(plan.outputs, _outputs(settings), strict=False)}
     if candidate.zeroed:
-        settings["zeroed_outputs"] = _zeroed(plan, candidate, settings)
+        settings["zeroed_outputs"] = _zeroed(plan, candidate, settings, number)
+    if described := {number[n]: v for n, v in candidate.replaced.items() if n in number}:
+        leaves, tree = _leaves(settings)
+        settings["out_type"] = tree.unflatten([described.get(i, leaf) for i, leaf in enumerate(leaves)])
     args, kwargs = plan.arguments(candidate)
     return functools.partial(triton_call, *args, **settings, **kwargs)
 
 
-def _zeroed(plan: Plan, candidate: Candidate, settings) -> Any:
+def _zeroed(plan: Plan, candidate: Candidate, settings, number: dict[str, int]) -> Any:
     """The caller's `zeroed_outputs` and those that the config's hooks zero."""
-    free, _ = _outputs(settings)
-    number = {name: i for name, (i, _) in zip(plan.outputs, free, strict=False)}
     if others := sorted(candidate.zeroed - number.keys()):
         raise UnsupportedError(
             f"kernel {plan.function.__name__}: a pre_hook zeroes {others[0]!r}, an argument of the call, which JAX does not let "
             "change. Zero a result, or pass zeros."
         )
-    asked, ours = settings.get("zeroed_outputs") or (), tuple(sorted(number[n] for n in candidate.zeroed))
-    merged = lambda indices: tuple(sorted({*indices, *ours}))
+    asked, ours = settings["zeroed_outputs"], tuple(number[n] for n in candidate.zeroed)
+    merged = lambda indices: tuple(sorted({*(indices or ()), *ours}))
     return (lambda meta: merged(asked(meta))) if callable(asked) else merged(asked)
 
 
@@ -122,11 +125,7 @@ class _Problem:
         self.target = wanted or own
         self.local = self.device is not None and self.target == own
         self.x64 = jax.config.jax_enable_x64
-        arrays = {n: v for n, v in (plan.named | plan.outputs).items() if hasattr(v, "shape") and hasattr(v, "dtype")}
-        keys = {n: plan.named.get(n) for tuner in plan.tuners for n in tuner.keys if n not in arrays}
-        constants = {n: v for n, v in plan.given.items() if n in plan.params and plan.params[n].is_constexpr}
-        bucket = {n: f"{v.dtype}{[next_power_of_2(d) for d in v.shape]}" for n, v in sorted(arrays.items())}
-        self.text = f"{bucket} {[(n, constant_text(v)) for n, v in sorted((keys | constants).items())]} {self.target}"
+        self.text = f"{_described(plan)} {self.target}"
         content = f"{compat.kernel_key(plan.function)} {list(self.labels)} triton {compat.triton.__version__}"
         self.fingerprint = tuning_table.digest(content)
 
@@ -144,7 +143,7 @@ class _Problem:
         fixed = [None if i in where else leaf for i, leaf in enumerate(leaves)]  # no tracer may leak into another thread
 
         def run(*arrays):
-            made = list(fixed)
+            made: list[Any] = list(fixed)
             for i, array in zip(where, arrays, strict=True):
                 made[i] = jax.new_ref(array) if i in refs else array
             args, kwargs = tree.unflatten(made)
@@ -222,6 +221,19 @@ class _Problem:
         return KernelCompileError(
             f"kernel {self.kernel}: none of its {len(errors)} configs is valid for {self.target}:{''.join(lines)}"
         )
+
+
+def _described(plan: Plan) -> str:
+    """What a decision is for: the arrays' types and rounded sizes, the values of the decorator's key, and the constants."""
+    arrays, constants = {}, {}
+    wanted = {n for tuner in plan.tuners for n in tuner.keys}
+    for name, value in sorted((plan.named | plan.outputs).items()):
+        shaped = [v for v in jax.tree.leaves(value) if hasattr(v, "shape") and hasattr(v, "dtype")]
+        if shaped:
+            arrays[name] = [f"{v.dtype}{[next_power_of_2(d) for d in v.shape]}" for v in shaped]
+        elif name in wanted or (name in plan.given and name in plan.params and plan.params[name].is_constexpr):
+            constants[name] = constant_text(value)
+    return f"{arrays} {constants}"
 
 
 def _settled(problem: _Problem) -> Candidate:

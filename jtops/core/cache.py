@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,32 @@ def _intact(compiled) -> bool:
         ptx = compiled.asm.get("ptx")
         return "hsaco" in compiled.asm if ptx is None else ".entry" in ptx and ptx.rstrip().endswith("}")
     return json.loads(Path(path).read_text()) == _checksums(compiled)
+
+
+def distinct_helpers(kernel) -> str:
+    """Tell apart the helpers of `kernel` that differ and share a module and name, as those of a factory do; -> their new names.
+
+    Triton compiles a helper once for each such name, so the second one would silently run the first one's code.
+    """
+    same: dict[str, dict[str, Any]] = {}
+    seen, todo = set(), [kernel]
+    while todo:
+        function = todo.pop()
+        if id(function) in seen or not isinstance(function, compat.JITFunction):
+            continue
+        seen.add(id(function))
+        own = vars(function).setdefault("_jtops_qualname", function.fn.__qualname__)
+        same.setdefault(f"{function.__module__}.{own}", {})[compat.kernel_key(function)] = function
+        names = function.fn.__code__.co_names
+        scope = [function.fn.__globals__.get(n) for n in names] + [c.cell_contents for c in function.fn.__closure__ or ()]
+        for module in [m for m in scope if isinstance(m, types.ModuleType) and not m.__name__.startswith("triton")]:
+            scope += [getattr(module, n, None) for n in names]
+        todo += scope
+    renamed = []
+    for twins in same.values():
+        for key, function in twins.items() if len(twins) > 1 else ():
+            if function is not kernel:
+                # The second is what names a helper that is passed to another one.
+                function.__qualname__ = function.fn.__qualname__ = f"{function._jtops_qualname}.{key[:16]}"
+                renamed.append(function.__qualname__)
+    return " ".join(sorted(renamed))

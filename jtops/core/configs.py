@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jtops.core import compat
+from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import strides_from_shape
 from jtops.errors import UnsupportedError
 
@@ -129,12 +130,12 @@ class Plan:
         """What to call the plain kernel with."""
         positional = dict(zip(self.slots, self.args, strict=False))
         args = (*(candidate.replaced.get(n, v) for n, v in positional.items()), *self.args[len(positional) :])
-        extra = {n: v for n, v in (candidate.values | candidate.replaced).items() if n not in positional}
+        changed = {n: v for n, v in candidate.replaced.items() if n in self.given}
+        extra = {n: v for n, v in (candidate.values | changed).items() if n not in positional}
         return args, self.kwargs | extra
 
     def _view(self, candidate: Candidate) -> Named:
-        show = lambda v: ArrayArgument(v.shape, v.dtype) if is_array(v) or isinstance(v, jax.ShapeDtypeStruct) else v
-        views = {n: show(v) for n, v in self.named.items()}
+        views = {n: _shown(v, n in self.outputs) for n, v in self.named.items()}
         return Named(views | candidate.options | candidate.values, self.read)
 
     def _heuristics(self, layer, candidate: Candidate) -> list[Candidate]:
@@ -194,7 +195,7 @@ class Plan:
         """`candidate` with a config: outer heuristics and the caller overrule its launch options; its hooks have run."""
         options = {k: v for k in LAUNCH_OPTIONS if (v := getattr(config, k, None)) is not None}
         new = dataclasses.replace(candidate, values=candidate.values | config.kwargs, options=options | candidate.options)
-        mutable = {n: copy.copy(v) for n, v in self.given.items() if dataclasses.is_dataclass(v)} if config.pre_hook else {}
+        mutable = {n: copy.copy(v) for n, v in self.named.items() if isinstance(v, TensorDescriptor)} if config.pre_hook else {}
         cleared = self._run_hook(config.pre_hook, new, mutable) if config.pre_hook else frozenset()
         if layer.user_defined_pre_hook:
             cleared |= self._run_hook(layer.pre_hook, new, mutable, reset_only=False) & self.outputs.keys()
@@ -204,7 +205,9 @@ class Plan:
         # The decorator's own hook and reset_to_zero speak of trials only. Those work on arrays made for them, so an argument needs
         # neither reset nor restoring; but a result has no earlier value to keep: a kernel that wants it reset counts on zeros.
         cleared |= {n for n in layer.reset_to_zero if n in self.outputs}
-        return dataclasses.replace(new, zeroed=candidate.zeroed | cleared, replaced=candidate.replaced | mutable)
+        fields = TensorDescriptor.__slots__
+        changed = {n: TensorDescriptor(**{f: getattr(v, f) for f in fields}) for n, v in mutable.items()}  # checked once more
+        return dataclasses.replace(new, zeroed=candidate.zeroed | cleared, replaced=candidate.replaced | changed)
 
     def _run_hook(self, hook: Callable, candidate: Candidate, mutable: dict[str, Any], **keywords) -> frozenset[str]:
         """Run a pre_hook on stand-ins of the arrays and copies of the descriptors; -> the arrays it zeroed."""
@@ -220,6 +223,14 @@ class Plan:
                 "dtype, call zero_(), and change the block shapes of descriptors."
             ) from error
         return frozenset(n for n, v in view.items() if isinstance(v, ArrayArgument) and v.zeroed)
+
+
+def _shown(value, output: bool):
+    """What hooks and heuristics see of an argument or an output."""
+    if isinstance(value, tuple):
+        return tuple(_shown(v, output) for v in value)
+    shaped = hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, TensorDescriptor)
+    return ArrayArgument(value.shape, value.dtype) if is_array(value) or (output and shaped) else value
 
 
 def _is_constexpr(value) -> bool:

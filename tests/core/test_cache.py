@@ -78,10 +78,15 @@ one.shifted, other.shifted = helper(100), helper(1000)
 
 
 @triton.jit
+def applied(x, f: tl.constexpr):
+    return f(x)
+
+
+@triton.jit
 def two_helpers(x_ptr, o_ptr):
     i = tl.arange(0, 16)
     x = tl.load(x_ptr + i)
-    tl.store(o_ptr + i, first(x) * second(x) + other.shifted(x) - one.shifted(x))
+    tl.store(o_ptr + i, first(x) * second(x) + applied(x, other.shifted) - applied(x, one.shifted))
 
 
 @pytest.fixture(autouse=True)
