@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -203,6 +204,18 @@ def test_a_grid_of_zero_and_empty_arrays():
 # -------------------------------------------------------------------------------------------------------------- deciding
 
 
+@pytest.mark.spec("TritonAutotunedKernelCall when >1 configs")
+def test_one_plain_launch_is_emitted(gpu):
+    """Of several configs, none but the settled one is in the program, so that it exports and is stored like any other."""
+    assert lowered.launches(called, X) == {"scaled": 1}
+    with jtops.config.target("sm_90"):
+        allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+        exported = jax.export.export(jax.jit(called), platforms=("cuda",), disabled_checks=allowed)(KIND)
+    assert jax.export.deserialize(exported.serialize()).in_avals == exported.in_avals
+    assert len(gpu.timed) == 1
+
+
+@pytest.mark.spec("tuning before lowering, persisted, one answer for all hosts")
 def test_the_fastest_is_remembered(gpu, tmp_path):
     """In memory, then on disk; one trial for one problem, and another for another."""
     assert settled(called, X)[0]["BLOCK"] == 128
@@ -422,6 +435,105 @@ def test_hooks_see_the_call(gpu):
         called(kernel=triton.autotune(configs, key=[], reset_to_zero=["y_ptr"])(plain))
 
 
+# ------------------------------------------------------------------------------------------------------ changed in place
+
+
+@triton.jit
+def counting(x_ptr, o_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(o_ptr, tl.sum(tl.load(x_ptr + i, mask=i < n, other=0.0)))
+
+
+@triton.jit
+def doubling(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) * 2, mask=i < n)
+
+
+ZEROING = {
+    "reset_to_zero": triton.autotune(configs, key=["n"], reset_to_zero=["o_ptr"])(counting),
+    "pre_hook": triton.autotune(configs, key=["n"], pre_hook=lambda a, reset_only=False: a["o_ptr"].zero_())(counting),
+    "config hook": triton.autotune(
+        [triton.Config(c.kwargs, num_warps=c.num_warps, pre_hook=lambda a: a["o_ptr"].zero_()) for c in configs], key=["n"]
+    )(counting),
+    "the call": triton.autotune(configs, key=["n"])(counting),
+}
+MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("how", ZEROING)
+def test_zeroed_results(how, interpret):
+    """Case 41: zeros in the trials and in every launch, whoever asked for them."""
+    ones, out = jnp.ones(1000), jax.ShapeDtypeStruct((1,), jnp.float32)
+    more = {"zeroed_outputs": (0,)} if how == "the call" else {}
+    f = jax.jit(lambda x: called(x, ZEROING[how], out_type=out, interpret=interpret, **more))
+    for _ in range(3):
+        assert f(ones)[0] == 1000
+    if how != "the call":  # with the caller's own, by function
+        g = functools.partial(called, kernel=ZEROING[how], out_type=out, interpret=interpret, zeroed_outputs=lambda meta: [0])
+        assert g(ones)[0] == 1000
+
+
+@pytest.mark.spec("aliasing/Ref with autotune")
+@pytest.mark.parametrize("interpret", MODES)
+def test_in_place(interpret):
+    """Trials change arrays of their own: the caller's is doubled once."""
+    kernel = triton.autotune(configs, key=["n"], restore_value=["x_ptr"])(doubling)
+    given = {"grid": lambda meta: triton.cdiv(300, meta["BLOCK"]), "n": 300, "kernel": kernel, "interpret": interpret}
+    x = jnp.arange(300.0)
+    for _ in range(2):
+        np.testing.assert_array_equal(jtops.triton_call(x, out_type=x, input_output_aliases={0: 0}, **given), x * 2)
+
+    @jax.jit
+    def through_a_ref(x):
+        ref = jax.new_ref(x)
+        jtops.triton_call(ref, out_type=(), **given)
+        return ref[...]
+
+    np.testing.assert_array_equal(through_a_ref(x), x * 2)
+
+
+def test_trials_in_place(gpu):
+    """Both ways of changing an array compile and are timed, on arrays made for it."""
+    kernel = triton.autotune(configs, key=["n"])(doubling)
+    given = {"grid": 32, "n": 4096, "kernel": kernel}
+    f = lambda x: jtops.triton_call(x, out_type=KIND, input_output_aliases={0: 0}, **given)
+    assert settled(f, X)[0]["BLOCK"] == 128
+
+    def through_a_ref(x):
+        ref = jax.new_ref(x)
+        jtops.triton_call(ref, out_type=(), **given)
+        return ref[...]
+
+    with jtops.config.tuning("always"):
+        assert "triton_kernel_call_ffi" in lowered.text(through_a_ref, X)
+    assert len(gpu.timed) == 2
+    np.testing.assert_array_equal(X, jnp.arange(4096.0))
+
+
+@triton.jit
+def described(x_desc, o_desc, BLOCK: tl.constexpr):
+    o_desc.store([tl.program_id(0) * BLOCK], x_desc.load([tl.program_id(0) * BLOCK]) + 1)
+
+
+def test_a_hook_may_set_the_blocks_of_descriptors(gpu):
+    def blocks(a):
+        a["x_desc"].block_shape = a["o_desc"].block_shape = [a["BLOCK"]]
+
+    some = [triton.Config({"BLOCK": b}, pre_hook=blocks) for b in (64, 128)]
+    kernel = triton.autotune(some, key=[])(described)
+    seen = jtops.TensorDescriptor.from_array(X, [16])
+    out = jtops.TensorDescriptor.from_array(KIND, [16])
+    call = lambda x: jtops.triton_call(
+        jtops.TensorDescriptor.from_array(x, [16]), kernel=kernel, out_type=out, grid=lambda meta: 4096 // meta["BLOCK"]
+    )
+    with jtops.config.target("sm_90"):
+        bound = dict(jax.make_jaxpr(call)(X).eqns[-1].params["call"].bound)
+    assert (bound["x_desc"].block_shape, bound["o_desc"].block_shape, bound["BLOCK"].value) == ((128,), (128,), 128)
+    assert out.block_shape == seen.block_shape == (16,)  # the caller's own stay as they are
+
+
 # -------------------------------------------------------------------------------------------------------------- processes
 
 
@@ -463,6 +575,46 @@ def test_process_0_decides(gpu, monkeypatch, tmp_path):
     for process, match in ((0, "none of its 2 configs"), (1, "process 0 found no config: .*none of its 2 configs")):  # noqa: B007
         with pytest.raises(jtops.errors.JtopsError, match=match):
             settled(functools.partial(called, kernel=broken), X)
+
+
+DISTRIBUTED = """
+import sys, jax
+process, port = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+from jtops.core import autotune, target, timing
+from jtops.errors import JtopsError
+from tests.core import test_autotune as t
+target.present = lambda: t.GPU
+timing.measure = lambda calls, *_: {name: float("BLOCK=256" not in name) for name in calls} if process == 0 else 1 / 0
+print(t.settled(t.called, t.X)[0]["BLOCK"], autotune.decisions()[0].source)
+if process == 1:
+    autotune.TIMEOUT_SECONDS = 1
+    try:
+        t.settled(t.called, t.X[:77])
+    except JtopsError as error:
+        print(error)
+else:
+    import time; time.sleep(5)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """The real key-value store: process 1 takes what process 0 timed, and does not wait for ever."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-W", "ignore", "-c", DISTRIBUTED]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([*command, str(i), port], env=env | {"JTOPS_TUNING_DIR": str(tmp_path / str(i))}, **pipes)
+        for i in range(2)
+    ]
+    said = [p.communicate(timeout=300) for p in started]
+    assert said[0][0] == "256 timed\n", said[0][1][-2000:]
+    assert said[1][0].startswith("256 process 0\n"), said[1][1][-2000:]
+    assert "process 1 heard no config from process 0 in 1 s" in said[1][0]
 
 
 IMPORTING = """
@@ -529,3 +681,127 @@ def test_timing_on_any_device(monkeypatch):
     large = lambda x, *_: jax.lax.fori_loop(0, 100, lambda _, y: y @ x, x)
     found = timing.measure({"large": large, "small": small}, avals, jax.devices()[0])
     assert 0 < found["small"] < found["large"]
+
+
+# -------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@triton.autotune([triton.Config({"BLOCK": 256, "ROUNDS": r}) for r in (500, 1, 100)], key=["n"])
+@triton.jit
+def slowed(x_ptr, o_ptr, n, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    for _ in range(ROUNDS):
+        x = tl.sin(x)
+    tl.store(o_ptr + i, x, mask=i < n)
+
+
+@pytest.mark.gpu
+def test_the_fastest_wins_on_the_gpu():
+    x = jnp.linspace(-1.0, 1.0, 100_000)
+    for _ in range(2):
+        np.testing.assert_allclose(jax.jit(functools.partial(called, kernel=slowed))(x), jnp.sin(x), rtol=1e-5, atol=1e-6)
+    (decision,) = autotune.decisions()
+    assert (decision.source, len(decision.seconds)) == ("timed", 3)
+    assert "ROUNDS=1" in decision.config.split(", ")
+
+
+@pytest.mark.gpu
+def test_invalid_configs_on_the_gpu():
+    """Case 42: what does not fit is skipped, and leaves no error behind."""
+    x, kind = jnp.ones((64, 2048), jnp.float16), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    some = [triton.Config({}, num_warps=4, num_stages=stages) for stages in (24, 2, 3)]
+    kernel = triton.autotune(some, key=[])(product_kernel)
+    got = jax.jit(lambda x: jtops.triton_call(x, kernel=kernel, K=2048, out_type=kind, grid=1))(x)
+    np.testing.assert_array_equal(got, np.full((64, 64), 2048.0))
+    assert len(autotune.decisions()[0].seconds) == 2
+
+
+@pytest.mark.gpu
+def test_a_loop_of_launches():
+    """XLA captures the loop's launches into a CUDA graph."""
+    f = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: called(y), x))
+    g = jax.jit(lambda x: functools.reduce(lambda y, _: called(y), range(10), x))
+    for _ in range(3):
+        np.testing.assert_array_equal(f(X), X * 1024)
+        np.testing.assert_array_equal(g(X), X * 1024)
+
+
+@pytest.mark.gpu
+def test_a_tuned_kernel_exports():
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+    exported = jax.export.export(jax.jit(called), platforms=("cuda",), disabled_checks=allowed)(KIND)
+    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(X), X * 2)
+    assert autotune.decisions()[0].source == "timed"
+
+
+@pytest.mark.gpu
+def test_threads_on_the_gpu():
+    """Case 49: the first call of one tuned kernel, eight times at once; then from a fresh thread."""
+    start, found, errors = threading.Barrier(8), [], []
+
+    def work(wait=True):
+        try:
+            if wait:
+                start.wait()
+            found.append(np.asarray(jax.jit(functools.partial(called))(X)))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    late = threading.Thread(target=work, args=(False,))
+    late.start()
+    late.join()
+    assert errors == []
+    assert len(found) == 9
+    for got in found:
+        np.testing.assert_array_equal(got, X * 2)
+    assert len(autotune.decisions()) == 1
+
+
+PROCESS = """
+import collections
+import jax
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
+import numpy as np
+from jtops.core import autotune
+from tests.core import test_autotune as t
+np.testing.assert_array_equal(jax.jit(t.called)(t.X), t.X * 2)
+(decision,) = autotune.decisions()
+print(decision.source, "/", decision.config, "/", events["/jax/compilation_cache/cache_misses"])
+"""
+
+
+@pytest.mark.gpu
+def test_the_next_process(tmp_path):
+    """It takes the config from the table and, as the program is the same, the program from JAX's persistent cache."""
+    env = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    said = []
+    for _ in range(2):
+        run = subprocess.run([sys.executable, "-W", "ignore", "-c", PROCESS], capture_output=True, text=True, env=env, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        said.append(run.stdout.strip().split(" / "))
+    assert [s[0] for s in said] == ["timed", "table"]
+    assert said[0][1] == said[1][1]
+    assert int(said[0][2]) > 0
+    assert said[1][2] == "0"
+
+
+@pytest.mark.multigpu
+def test_on_the_device_of_the_data():
+    """Case 59."""
+    f = jax.jit(functools.partial(called))
+    for device in (*jax.devices()[:2], jax.devices()[0]):
+        y = f(jax.device_put(X, device))
+        assert y.devices() == {device}
+        np.testing.assert_array_equal(y, X * 2)
