@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jtops import config
-from jtops.core import compat, inplace, legacy, lowering, target
+from jtops.core import autotune, compat, inplace, legacy, lowering, target
 from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
@@ -117,7 +117,8 @@ def triton_call(
     Args:
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
         and tuples of these, which the kernel gets as tuples.
-      kernel: a ``@triton.jit`` or ``@gluon.jit`` function.
+      kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
+        config is settled while tracing (`jtops.core.autotune`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
         structure.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
@@ -152,6 +153,9 @@ def triton_call(
     kwargs, out_type, backend_options, compute_capability = legacy.keywords(
         kernel, kwargs, out_type, backend_options, compute_capability
     )
+    if autotune.is_decorated(kernel):
+        given = locals()
+        return autotune.call(triton_call, args, kwargs, {name: given[name] for name in _KEYWORDS})
     function = compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug)

@@ -5,6 +5,7 @@ keeps the Python function so that op files import, and using a kernel raises one
 """
 
 import dataclasses
+import hashlib
 import importlib.util
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import jax
 from jax._src import config as jax_config
-from jax._src import core, dispatch, effects
+from jax._src import core, dispatch, distributed, effects
 from jax._src.callback import emit_python_callback
 from jax._src.interpreters import partial_eval
 from jax._src.interpreters.mlir import full_like_aval
@@ -35,9 +36,12 @@ __all__ = [
     "ad",
     "apply_primitive",
     "compiler_stages",
+    "cache_manager",
     "config_state",
     "discharge",
+    "distributed_client",
     "effects_of",
+    "forget_on_disk",
     "gpu_triton",
     "host_callback",
     "keep_unused",
@@ -86,6 +90,13 @@ def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pat
     check(os.environ.get(name.upper()))
     keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
     return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+
+
+def distributed_client() -> tuple[Any, int] | None:
+    """(key-value client, number of this process) of a program of several processes, else None."""
+    state = distributed.global_state
+    several = state.client is not None and (state.num_processes or 1) > 1
+    return (state.client, state.process_id) if several else None
 
 
 def needs_devices_to_lower(primitive) -> None:
@@ -181,12 +192,13 @@ try:
     from triton.backends.compiler import GPUTarget, Language
     from triton.backends.nvidia.compiler import CUDAOptions
     from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.language import str_to_ty
     from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.cache import get_cache_key, get_cache_manager
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -249,6 +261,21 @@ def kernel_key(kernel) -> str:
         if not INTERPRET_MODE:
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def cache_manager(key: str) -> Any:
+    """Triton's reader and writer of one folder of its disk cache."""
+    return get_cache_manager(key)
+
+
+def forget_on_disk(source, target, options: dict[str, Any]) -> None:
+    """Remove what makes Triton's disk cache hold the compilation of `source`: the list of its files."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
+        os.unlink(path)
 
 
 def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:
