@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from jtops import config, errors
+from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
@@ -15,6 +16,7 @@ from jtops.kernels.softmax import softmax
 
 __all__ = [
     "Config",
+    "GridBatch",
     "UnsupportedError",
     "add",
     "cdiv",

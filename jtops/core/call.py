@@ -1,6 +1,7 @@
 """triton_call: a Triton kernel as a JAX operation."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
+from jax.interpreters.batching import primitive_batchers
 
 from jtops import config
-from jtops.core import compat, lowering, target
+from jtops.core import batching, compat, lowering, target
+from jtops.core.batching import GridBatch
 from jtops.core.binding import bind, called_grid, check_keywords, checked_out_type, launch_options, normalize_grid
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
@@ -35,6 +38,8 @@ class KernelCall:
     has_side_effect: bool
     cost: tuple[tuple[str, int], ...] | None
     metadata: bytes
+    vmap_method: str | GridBatch | None = None
+    batched: tuple[bool, ...] = ()  # GridBatch: which operands have a batch axis, once vmap has given one
 
 
 triton_call_p = Primitive("triton_call")
@@ -55,15 +60,12 @@ def _no_derivative(primals, tangents, *, call):
     )
 
 
-def _no_batching(args, dims, *, call):
-    raise UnsupportedError(
-        f"kernel {call.name}: triton_call has no vmap rule, because only its author knows what a program of the grid does. Wrap it "
-        "in jax.custom_batching.custom_vmap with a rule that adds a grid axis, or loop with jax.lax.map."
-    )
+def _bind(arrays, call):
+    return triton_call_p.bind(*compat.vary_together(arrays), call=call)
 
 
 ad.primitive_jvps[triton_call_p] = _no_derivative
-batching.primitive_batchers[triton_call_p] = _no_batching
+primitive_batchers[triton_call_p] = functools.partial(batching.batch, _bind)
 lowering.register(triton_call_p)
 
 
@@ -82,6 +84,7 @@ def triton_call(
     has_side_effect: bool = False,
     cost_estimate: Mapping[str, int] | None = None,
     serialized_metadata: bytes = b"",
+    vmap_method: str | GridBatch | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call a Triton kernel with JAX arrays; works under ``jax.jit``, in ``shard_map`` and in scans.
@@ -103,6 +106,8 @@ def triton_call(
       has_side_effect: keep the call even if its results are unused.
       cost_estimate: ``{"flops": ..., "bytes_accessed": ...}`` for profilers.
       serialized_metadata: opaque bytes kept in the launch record.
+      vmap_method: what ``jax.vmap`` makes of the call: "sequential", a loop of launches as in ``jax.lax.map``; a `GridBatch`, one
+        launch with the batch as a grid axis; None, an error.
       **kwargs: arguments by parameter name.
 
     Returns:
@@ -121,9 +126,11 @@ def triton_call(
     outs = tuple(
         jax.ShapeDtypeStruct(t.shape, jax.dtypes.canonicalize_dtype(t.dtype)) for t in map(checked_out_type(function), leaves)
     )
+    kwargs = batching.with_strides(function, vmap_method, kwargs)
     bound, arrays = bind(function, args, kwargs, options, outs)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
     grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
+    batching.check(function, vmap_method, bound, grid3)
     if 0 in grid3:
         return tree.unflatten([jnp.zeros(t.shape, t.dtype) for t in outs])
     call = KernelCall(
@@ -138,8 +145,9 @@ def triton_call(
         has_side_effect=has_side_effect,
         cost=None if cost_estimate is None else tuple(sorted(cost_estimate.items())),
         metadata=serialized_metadata,
+        vmap_method=vmap_method,
     )
-    return tree.unflatten(triton_call_p.bind(*compat.vary_together(arrays), call=call))
+    return tree.unflatten(_bind(arrays, call))
 
 
 _KEYWORDS = tuple(name for name, p in inspect.signature(triton_call).parameters.items() if p.kind is p.KEYWORD_ONLY)
