@@ -16,6 +16,7 @@ from jtops import config
 from jtops.core import batching, compat, lowering, target
 from jtops.core.batching import GridBatch
 from jtops.core.binding import bind, called_grid, check_keywords, checked_out_type, launch_options, normalize_grid
+from jtops.core.sharded import ShardingRule, by_rule, refuse_sharded
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
 
@@ -49,6 +50,7 @@ triton_call_p.def_impl(lambda *args, call: compat.apply_primitive(triton_call_p,
 
 @triton_call_p.def_abstract_eval
 def _abstract_eval(*args, call):
+    refuse_sharded(call.name, args)
     varying = frozenset().union(*map(compat.varying_axes, args))
     return [compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
 
@@ -85,6 +87,7 @@ def triton_call(
     cost_estimate: Mapping[str, int] | None = None,
     serialized_metadata: bytes = b"",
     vmap_method: str | GridBatch | None = None,
+    sharding_rule: ShardingRule | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call a Triton kernel with JAX arrays; works under ``jax.jit``, in ``shard_map`` and in scans.
@@ -108,6 +111,10 @@ def triton_call(
       serialized_metadata: opaque bytes kept in the launch record.
       vmap_method: what ``jax.vmap`` makes of the call: "sequential", a loop of launches as in ``jax.lax.map``; a `GridBatch`, one
         launch with the batch as a grid axis; None, an error.
+      sharding_rule: which axes of the arrays are which and what devices may share out (`ShardingRule`): the call then works on
+        sharded arrays, each device launching for its part. `out_type` stays that of the whole call; an argument that depends on
+        a shape is a function of a dict of the axes' sizes, and so must `grid` be, whose dict has them too: with a rule
+        ``"rows n -> rows n"``, ``n=lambda axes: axes["n"], grid=lambda meta: meta["rows"]``. See `sharded_call` for more.
       **kwargs: arguments by parameter name.
 
     Returns:
@@ -119,6 +126,9 @@ def triton_call(
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
+    if sharding_rule is not None:
+        other = {k: v for k, v in locals().items() if k in _KEYWORDS and k not in ("sharding_rule", "out_type", "grid")}
+        return by_rule(triton_call, args, kwargs | other, sharding_rule=sharding_rule, out_type=out_type, grid=grid)
     function = compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options)

@@ -4,6 +4,7 @@ Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows
 keeps the Python function so that op files import, and using a kernel raises one clear error.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -27,6 +28,7 @@ __all__ = [
     "ad",
     "apply_primitive",
     "config_state",
+    "device_count",
     "gpu_triton",
     "host_callback",
     "kernel_function",
@@ -35,12 +37,14 @@ __all__ = [
     "manual_axes",
     "needs_devices_to_lower",
     "require_triton",
+    "settings",
     "shaped_array",
     "symbolic_zero",
     "tl",
     "triton",
     "vary_together",
     "varying_axes",
+    "with_settings",
 ]
 
 
@@ -71,7 +75,26 @@ def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pat
 
     check(os.environ.get(name.upper()))
     keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
-    return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    state = jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    _states.append(state)
+    return state
+
+
+_states: list[Any] = []
+
+
+def settings() -> tuple:
+    """The values in force of all of our settings, for code that is traced again later."""
+    return tuple(state.value for state in _states)
+
+
+@contextlib.contextmanager
+def with_settings(values: tuple):
+    """Context in which our settings have the `values` that `settings` gave."""
+    with contextlib.ExitStack() as stack:
+        for state, value in zip(_states, values, strict=True):
+            stack.enter_context(state(value))
+        yield
 
 
 def needs_devices_to_lower(primitive) -> None:
@@ -106,6 +129,11 @@ def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
     """(manual axes, all axes) when `ctx` lowers the body of a shard_map, else None."""
     axes = ctx.module_context.axis_context
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
+
+
+def device_count(ctx) -> int:
+    """How many devices the program being lowered is for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
 
 
 def host_callback(ctx, fn, *operands):
