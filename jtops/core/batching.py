@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jtops.core.types import Constexpr, Operand, Result, as_scalar
+from jtops.core import compat
+from jtops.core.types import Constexpr, Operand, Result, as_scalar, leaves
 from jtops.errors import UnsupportedError
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -72,16 +73,16 @@ def with_strides(kernel, method, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {stride: 0 for _, stride in method.strides}
 
 
-def check(kernel, method, bound, grid) -> None:
-    """ValueError unless `method` knows every result and has a grid axis for itself."""
+def check(kernel, method, bound, aliases, grid) -> None:
+    """ValueError unless `method` knows every array that vmap will map for certain, and has a grid axis for itself."""
     if not isinstance(method, GridBatch):
         return
-    strides, params = dict(method.strides), dict(bound)
+    strides, params, written = dict(method.strides), dict(bound), dict(aliases)
     for pointer in strides:
         if not isinstance(params[pointer], Operand | Result):
             raise ValueError(f"kernel {kernel.__name__}: GridBatch has a stride for {pointer!r}, which is no array in this call.")
-    for name, param in bound:
-        if isinstance(param, Result) and name not in strides:
+    for _, name, param in leaves(bound):
+        if (isinstance(param, Result) or (isinstance(param, Operand) and param.index in written)) and name not in strides:
             raise ValueError(f"kernel {kernel.__name__}: GridBatch needs the stride parameter of result {name!r}; got {strides}.")
     if grid[method.axis] != 1:
         raise ValueError(
@@ -98,6 +99,10 @@ def batch(bind, args, dims, *, call):
             f"kernel {call.name}: triton_call has no vmap rule, because only its author knows what a program of the grid does. Say "
             'it: vmap_method="sequential" (a loop of launches) or vmap_method=jtops.GridBatch(...) (the batch as a grid axis); or '
             "wrap the call in jax.custom_batching.custom_vmap."
+        )
+    if any(isinstance(jax.typeof(x), compat.AbstractRef) for x in args):
+        raise UnsupportedError(
+            f"kernel {call.name}: vmap of a call that changes a Ref; pass its value, and alias the result to it."
         )
     if size == 0:
         outs = [jnp.zeros((0, *t.shape), t.dtype) for t in call.out_types]
@@ -125,8 +130,8 @@ def _grid(bind, args, dims, size, call):
             f"kernel {call.name}: a batch of {total} elements on grid axis {axis}, which holds at most {GRID_LIMITS[axis]}. Use "
             'axis 0 for the batch, or vmap_method="sequential".'
         )
-    had = call.batched or (False,) * len(args)
-    batched = tuple(h or d is not None for h, d in zip(had, dims, strict=True))
+    had, written = call.batched or (False,) * len(args), dict(call.aliases)
+    batched = tuple(h or d is not None or i in written for i, (h, d) in enumerate(zip(had, dims, strict=True)))
 
     def collapsed(x, dim, had):
         x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
@@ -136,7 +141,7 @@ def _grid(bind, args, dims, size, call):
 
     args = [collapsed(x, d, h) if b else x for x, d, h, b in zip(args, dims, had, batched, strict=True)]
     elements = {}  # of a batch element, by the parameter that asks
-    for name, param in call.bound:
+    for _, name, param in leaves(call.bound):
         if isinstance(param, Result):
             elements[names[name]] = math.prod(call.out_types[param.index].shape[lead:])
         if isinstance(param, Operand) and batched[param.index]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jtops.core import compat
 from jtops.core.target import Target
-from jtops.core.types import Bound, Constexpr, Scalar, specialization
+from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
 from jtops.errors import KernelCompileError
 
 
@@ -34,7 +34,7 @@ _lock = threading.Lock()  # guards the dict above, never held while compiling
 
 
 def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[tuple[str, Any], ...], target: Target):
-    """The compiled form of `kernel` with `bound` parameters; `types` names the Triton type of every array parameter.
+    """The compiled form of `kernel` with `bound` parameters; `types` gives the Triton type of every array by parameter name.
 
     Threads that ask for one kernel at the same time compile it once and share the result, or its error.
     """
@@ -43,13 +43,10 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
             f"kernel {kernel.__name__}: TRITON_INTERPRET was set when Triton was imported, which keeps it from compiling in this "
             "process. Unset it; interpret=True and jtops.config.interpret() need no variable."
         )
-    signature = {}
-    for name, param in bound:
-        signature[name] = types[name] if name in types else param.type if isinstance(param, Scalar) else param
-    attributes = tuple(specialization(param) is not None for _, param in bound)
-    ones = frozenset(
-        n for n, p in bound if isinstance(p, Scalar) and not isinstance(p.value, bool) and p.value == 1 and p.type == "i32"
-    )
+    declared = kernel.params
+    signature = {name: types.get(name) or (p.type if isinstance(p, Scalar) else p) for _, name, p in leaves(bound)}
+    attributes = tuple(specialization(p, declared[path[0]]) is not None for path, _, p in leaves(bound))
+    ones = frozenset(name for path, name, p in leaves(bound) if folds(p, declared[path[0]]))
     key = (compat.kernel_key(kernel), tuple(signature.items()), attributes, ones, options, target)
     with _lock:
         future, mine = (_compiled[key], False) if key in _compiled else (_compiled.setdefault(key, Future()), True)
@@ -96,12 +93,26 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
 
 
 def _run_triton(kernel, bound, signature, folded, options, target):
-    constants = {n: p.value for n, p in bound if isinstance(p, Constexpr)} | dict.fromkeys(folded, 1)
+    declared = kernel.params
+    constants = {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)} | dict.fromkeys(folded, 1)
+    paths = {name: path for path, name, _ in leaves(bound)}
+    names = iter(paths)
+
+    def triton_types(param):
+        if isinstance(param, Items):
+            return param.of(map(triton_types, param.items))
+        name = next(names)
+        return "constexpr" if name in constants else signature[name]
+
     source = (compat.GluonASTSource if isinstance(kernel, compat.GluonJITFunction) else compat.ASTSource)(
         fn=kernel,
-        signature={name: "constexpr" if name in constants else type_ for name, type_ in signature.items()},
-        constexprs={(i,): constants[name] for i, name in enumerate(signature) if name in constants},
-        attrs={(i,): attr for i, (name, p) in enumerate(bound) if name not in folded and (attr := specialization(p)) is not None},
+        signature={name: triton_types(param) for name, param in bound},
+        constexprs={paths[name]: value for name, value in constants.items()},
+        attrs={
+            path: attribute
+            for path, name, p in leaves(bound)
+            if name not in folded and (attribute := specialization(p, declared[path[0]])) is not None
+        },
     )
     try:
         return compat.triton.compile(source, target=target.gpu_target, options=options)

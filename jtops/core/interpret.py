@@ -21,16 +21,20 @@ import numpy as np
 
 from jtops.core import compat
 from jtops.core.numpy_machine import Memory, make_builder, numpy_type
-from jtops.core.types import NUMPY_TYPES, Bound, Constexpr, Operand, Result, triton_type
+from jtops.core.types import NUMPY_TYPES, Bound, Constexpr, Items, Operand, Result, leaves, triton_type
 from jtops.errors import InterpreterError, UnsupportedError
 
 
-def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs: list[np.ndarray], outputs: list[np.ndarray]) -> None:
-    """Run every program of `grid`; `outputs` are written in place, `inputs` are untouched."""
+def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, aliases=(), zeroed=()) -> None:
+    """Run every program of `grid`; the arrays `outputs` are written in place, the arrays `inputs` are untouched.
+
+    `aliases` are pairs (input, output): that output starts as a copy of that input, and the kernel writes through its parameter.
+    Outputs in `zeroed` start as zeros.
+    """
     if isinstance(kernel, compat.GluonJITFunction):
         raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
-    names = lambda kind: [name for _, name in sorted((p.index, name) for name, p in bound if isinstance(p, kind))]
-    memory = Memory(inputs, outputs, names(Operand), names(Result))
+    names = {(isinstance(p, Result), p.index): name for _, name, p in leaves(bound) if isinstance(p, Operand | Result)}
+    memory = Memory(inputs, outputs, names, aliases, zeroed)
     _machine().run(kernel, bound, grid, memory)
     for mine, out in zip(memory.results, outputs, strict=True):
         out[...] = mine
@@ -108,6 +112,8 @@ class _Machine:
         def value(param):
             if isinstance(param, Constexpr):
                 return param.value
+            if isinstance(param, Items):
+                return param.of(map(value, param.items))
             if isinstance(param, Operand | Result):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))

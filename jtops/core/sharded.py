@@ -123,7 +123,9 @@ def sharded_call(function: Callable, rule: ShardingRule) -> Callable:
 
     @functools.wraps(function)
     def call(*arrays):
-        rule.sizes([np.shape(x) for x in arrays])
+        if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
+            raise TypeError(f"{name}: a sharded call takes arrays; got {', '.join(type(x).__name__ for x in arrays)}.")
+        rule.sizes([x.shape for x in arrays])
         whole = jax.eval_shape(partition.outside_mesh(function), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
         _check_results(name, rule, arrays, jax.tree.leaves(whole))
         outs = sharded_p.bind(*compat.vary_together(arrays), call=_Call(function, rule, name, compat.settings()))
@@ -156,7 +158,7 @@ def _check_results(name, rule, arrays, outs) -> None:
 def refuse_sharded(name: str, avals) -> None:
     """UnsupportedError for operands whose types are sharded: a kernel without a rule sees whole arrays alone."""
     for i, aval in enumerate(avals):
-        if any(axis is not None for axis in aval.sharding.spec):
+        if not isinstance(aval, compat.AbstractRef) and any(axis is not None for axis in aval.sharding.spec):
             raise UnsupportedError(
                 f"kernel {name}: operand {i} is sharded over explicit mesh axes, {aval.str_short(mesh_axis_types=True)}, and the "
                 "call has no rule for that. Give triton_call sharding_rule=jtops.ShardingRule(...), wrap your function in "
@@ -224,20 +226,8 @@ class _Slot:
     """Stands for an array among arguments."""
 
 
-class _Options(tuple):
-    """A dict among arguments, hashable."""
-
-    __slots__ = ()
-
-
-def _is_array(value) -> bool:
-    return isinstance(value, jax.Array | np.ndarray)
-
-
-def _keep(value) -> Constexpr:
-    if _is_array(value):
-        return Constexpr(_Slot)
-    return Constexpr(_Options(sorted(value.items())) if isinstance(value, dict) else value)
+def _is_none(value) -> bool:
+    return value is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,35 +236,34 @@ class _ByRule:
 
     triton_call: Callable
     rule: ShardingRule
-    args: tuple[Constexpr, ...]
-    kwargs: tuple[tuple[str, Constexpr], ...]
+    name: str
+    values: tuple[Constexpr, ...]  # of the kernel's arguments, `_Slot` for an array, then of the call's options
+    structure: Any
     out_types: tuple[jax.ShapeDtypeStruct, ...]
-    tree: Any
+    results: Any
     grid: Callable
 
     @property
     def __name__(self):
-        return str(getattr(dict(self.kwargs)["kernel"].value, "__name__", "kernel"))
+        return self.name
 
     def __call__(self, *arrays):
         sizes, own = self.rule.sizes([x.shape for x in arrays]), iter(arrays)
 
-        def value(kept):
-            v = kept.value
-            if v is _Slot:
-                return next(own)
-            return dict(v) if isinstance(v, _Options) else v(sizes) if inspect.isfunction(v) else v
+        def argument(v):
+            return next(own) if v is _Slot else v(sizes) if inspect.isfunction(v) else v
 
         def part(dims, whole):
             return jax.ShapeDtypeStruct([sizes.get(" ".join(n), s) for n, s in zip(dims, whole.shape, strict=True)], whole.dtype)
 
-        args, kwargs = [value(v) for v in self.args], {n: value(v) for n, v in self.kwargs}
-        outs = self.tree.unflatten([part(d, t) for d, t in zip(self.rule.arrays()[1], self.out_types, strict=True)])
-        return self.triton_call(*args, out_type=outs, grid=lambda meta: self.grid(sizes | meta), **kwargs)
+        arguments, options = self.structure.unflatten(v.value for v in self.values)
+        args, kwargs = jax.tree.map(argument, arguments, is_leaf=_is_none)
+        outs = self.results.unflatten([part(d, t) for d, t in zip(self.rule.arrays()[1], self.out_types, strict=True)])
+        return self.triton_call(*args, out_type=outs, grid=lambda meta: self.grid(sizes | meta), **kwargs, **options)
 
 
-def by_rule(triton_call, args, kwargs, *, sharding_rule, out_type, grid):
-    """`triton_call` of arrays on a mesh; `kwargs` are all other keyword arguments."""
+def by_rule(triton_call, args, kwargs, options, *, sharding_rule, out_type, grid):
+    """`triton_call` of arrays on a mesh; `options` are its own keyword arguments, `kwargs` the kernel's."""
     _check_rule(sharding_rule)
     if not callable(grid):
         raise TypeError(
@@ -285,6 +274,9 @@ def by_rule(triton_call, args, kwargs, *, sharding_rule, out_type, grid):
     types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in leaves)
     if [len(t.shape) for t in types] != [len(dims) for dims in sharding_rule.arrays()[1]]:
         raise ValueError(f"triton_call: sharding rule {sharding_rule.axes!r} does not fit out_type {out_type!r}.")
-    kept = tuple(map(_keep, args)), tuple((n, _keep(v)) for n, v in kwargs.items())
-    local = _ByRule(triton_call, sharding_rule, *kept, types, tree, grid)
-    return sharded_call(local, sharding_rule)(*(v for v in (*args, *kwargs.values()) if _is_array(v)))
+    values, structure = jax.tree.flatten(((args, kwargs), options), is_leaf=_is_none)
+    is_array = [isinstance(v, jax.Array | np.ndarray) for v in values]
+    kept = tuple(Constexpr(_Slot if a else v) for v, a in zip(values, is_array, strict=True))
+    name = str(getattr(options["kernel"], "__name__", "kernel"))
+    local = _ByRule(triton_call, sharding_rule, name, kept, structure, types, tree, grid)
+    return sharded_call(local, sharding_rule)(*(v for v, a in zip(values, is_array, strict=True) if a))
