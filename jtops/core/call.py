@@ -40,6 +40,7 @@ class KernelCall:
     metadata: bytes
     aliases: tuple[tuple[int, int], ...] = ()  # (array operand, output) that are one buffer; the output has no parameter
     zeroed: tuple[int, ...] = ()  # outputs set to zero before each launch
+    launch: str | None = None  # the launch path asked for
     vmap_method: str | GridBatch | None = None
     batched: tuple[bool, ...] = ()  # GridBatch: which operands have a batch axis, once vmap has given one
 
@@ -191,6 +192,7 @@ def triton_call(
         metadata=serialized_metadata,
         aliases=aliases,
         zeroed=zeroed,
+        launch=config.launch.value,
         vmap_method=vmap_method,
     )
     return tree.unflatten(_bind(arrays, call))

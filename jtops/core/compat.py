@@ -6,6 +6,7 @@ keeps the Python function so that op files import, and using a kernel raises one
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ import types
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config as jax_config
 from jax._src import core, dispatch, effects
 from jax._src.callback import emit_python_callback
@@ -46,6 +48,7 @@ __all__ = [
     "load_interpreter_module",
     "manual_axes",
     "needs_devices_to_lower",
+    "ptx_call_refused",
     "require_triton",
     "settings",
     "shaped_array",
@@ -187,6 +190,29 @@ def device_count(ctx) -> int:
 def zeros(ctx, aval):
     """An array of zeros of type `aval`, in the program being lowered."""
     return full_like_aval(ctx, 0, aval)
+
+
+@functools.cache
+def ptx_call_refused(target: str) -> str | None:
+    """Why the XLA of this process' NVIDIA GPU has no custom call `target`; None if it has it, or if there is no such GPU.
+
+    The name is internal to XLA, so a program that does nothing is compiled to see.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None  # a program for elsewhere
+    ptx = r".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry probe(.param .u64 a)\n{ ret; }\n"
+    sizes = "".join(f", {n} = 1 : i32" for n in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"))
+    text = f'{{name = "probe", kernel_type = "ptx", kernel_data = "{ptx}"{sizes}, shared_mem_bytes = 0 : i32}}'
+    one = jax.ShapeDtypeStruct((1,), np.float32)
+    probe = jax.ffi.ffi_call(target, one, custom_call_api_version=2, legacy_backend_config=text)
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.default_device(device):
+            jax.jit(probe).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).split("\n", 1)[0]
+    return None
 
 
 def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
