@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from jtops import config, errors
 from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
+from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sharded import ShardingRule, sharded_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "GridBatch",
     "ShardingRule",
+    "TensorDescriptor",
     "UnsupportedError",
     "add",
     "cdiv",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jtops.core import compat
-from jtops.core.types import Constexpr, Operand, Result, as_scalar, leaves
+from jtops.core.types import Constexpr, Descriptor, Operand, Result, as_scalar, leaves
 from jtops.errors import UnsupportedError
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -82,6 +82,11 @@ def check(kernel, method, bound, aliases, grid) -> None:
         if not isinstance(params[pointer], Operand | Result):
             raise ValueError(f"kernel {kernel.__name__}: GridBatch has a stride for {pointer!r}, which is no array in this call.")
     for _, name, param in leaves(bound):
+        if isinstance(param, Descriptor):
+            raise ValueError(
+                f"kernel {kernel.__name__}: GridBatch cannot move the tensor descriptor {name!r} by a stride; use a pointer, or "
+                'vmap_method="sequential".'
+            )
         if (isinstance(param, Result) or (isinstance(param, Operand) and param.index in written)) and name not in strides:
             raise ValueError(f"kernel {kernel.__name__}: GridBatch needs the stride parameter of result {name!r}; got {strides}.")
     if grid[method.axis] != 1:

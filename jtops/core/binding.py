@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jtops.core import compat
+from jtops.core.descriptor import TensorDescriptor, bound_descriptor
 from jtops.core.inplace import alias_pairs
-from jtops.core.types import Bound, Constexpr, Items, Operand, Result, as_scalar, triton_type
+from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, triton_type
 
 
 def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, int]:
@@ -40,6 +41,8 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options, deb
         options[key] = int(value)
     if debug:
         options["debug"] = True
+    if options.get("num_ctas", 1) > 8:
+        raise ValueError(f"kernel {kernel.__name__}: num_ctas must be at most 8, the largest portable cluster; got {num_ctas}.")
     for key, value in (backend_options or {}).items():
         if key not in compat.BACKEND_OPTIONS:
             raise TypeError(
@@ -54,18 +57,13 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options, deb
     return tuple(sorted(options.items()))
 
 
-def checked_out_type(kernel):
-    """A function that returns a leaf of `out_type` if it is one, and raises TypeError otherwise."""
-
-    def check(leaf):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(
-                f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}."
-            )
-        triton_type(leaf.dtype)
-        return leaf
-
-    return check
+def out_array(kernel, leaf) -> jax.ShapeDtypeStruct:
+    """The type of the array that a leaf of `out_type` asks for; TypeError if it asks for none."""
+    leaf = leaf.base if isinstance(leaf, TensorDescriptor) else leaf
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}.")
+    triton_type(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _check_hashable(kernel, what, value):
@@ -126,8 +124,8 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
         )
     given = {p.name: a for p, a in zip(positional, args, strict=False)} | kwargs
     arrays: list = []
-    bound: dict = {}
-    free = []
+    bound: dict[str, Any] = {}
+    free: list[str] = []
     for n, p in params.items():
         if n in given:
             bound[n] = _bind_one(kernel, p, given[n], arrays)
@@ -148,9 +146,15 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
             "each other parameter an argument."
             + (" An aliased output has none: the kernel writes through its operand's pointer." if aliases else "")
         )
-    bound |= {n: Result(i) for i, n in zip(own, free, strict=True)}
+    for i, n in zip(own, free, strict=True):
+        bound[n] = _described(kernel, n, outs[i], Result(i)) if isinstance(outs[i], TensorDescriptor) else Result(i)
     operands = tuple((n, bound[n]) for n, p in params.items() if n in given and not p.is_constexpr)
-    return tuple((n, bound[n]) for n in params), arrays, alias_pairs(kernel, aliases, operands, arrays, outs)
+    types = [out_array(kernel, out) for out in outs]
+    return tuple((n, bound[n]) for n in params), arrays, alias_pairs(kernel, aliases, operands, arrays, types)
+
+
+def _described(kernel, name, given, array) -> Descriptor:
+    return bound_descriptor(given, array, compat.is_gluon(kernel), f"kernel {kernel.__name__}: parameter {name!r}")
 
 
 def _bind_one(kernel, param, value, arrays):
@@ -160,6 +164,9 @@ def _bind_one(kernel, param, value, arrays):
     if isinstance(value, tuple | list) and value and not param.is_constexpr:
         items = tuple(_bind_one(kernel, param, item, arrays) for item in value)
         return Items(items, type(value) if hasattr(value, "_fields") else tuple)
+    if isinstance(value, TensorDescriptor):
+        arrays.append(value.base)
+        return _described(kernel, param.name, value, Operand(len(arrays) - 1))
     if isinstance(value, jax.Array | jax.Ref) or (isinstance(value, np.ndarray) and not param.is_constexpr):
         if param.is_constexpr:
             raise TypeError(

@@ -14,7 +14,7 @@ from jax.interpreters.batching import primitive_batchers
 from jtops import config
 from jtops.core import batching, compat, inplace, lowering, target
 from jtops.core.batching import GridBatch
-from jtops.core.binding import bind, called_grid, check_keywords, checked_out_type, launch_options, normalize_grid
+from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.sharded import ShardingRule, by_rule, refuse_sharded
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
@@ -113,7 +113,8 @@ def triton_call(
     """Call a Triton kernel with JAX arrays; works under ``jax.jit``, in ``shard_map`` and in scans.
 
     Positional arguments bind to the kernel's parameters in order, skipping those given by keyword. The pointer parameters
-    that remain are the outputs, one per leaf of `out_type`, in order; constexpr parameters that remain take their defaults.
+    that remain are the outputs, one per leaf of `out_type`, in order; constexpr parameters that remain take their defaults. A
+    `TensorDescriptor` in an array's place is read or written by TMA.
 
     A kernel changes an array in place in two ways: a ``jax.new_ref`` operand is read and written through its pointer, and so is an
     operand that `input_output_aliases` gives to an output. Without donation (``jax.jit(..., donate_argnames=...)``) XLA
@@ -123,7 +124,8 @@ def triton_call(
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
         and tuples of these, which the kernel gets as tuples.
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function.
-      out_type: pytree whose leaves have ``.shape`` and ``.dtype``; the result has the same structure.
+      out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
+        structure.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
         to those. A grid with a zero launches nothing and returns zeros.
       name: name of the launch in profiles. Default: the kernel's.
@@ -166,12 +168,10 @@ def triton_call(
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug)
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
-    outs = tuple(
-        jax.ShapeDtypeStruct(t.shape, jax.dtypes.canonicalize_dtype(t.dtype)) for t in map(checked_out_type(function), leaves)
-    )
+    outs = tuple(out_array(function, leaf) for leaf in leaves)
     wanted = inplace.checked_aliases(function, input_output_aliases, outs)
     kwargs = batching.with_strides(function, vmap_method, kwargs)
-    bound, arrays, aliases = bind(function, args, kwargs, options, outs, wanted)
+    bound, arrays, aliases = bind(function, args, kwargs, options, leaves, wanted)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
     grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
     zeroed = inplace.zeroed_indices(function, zeroed_outputs, meta, outs)

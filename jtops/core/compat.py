@@ -234,6 +234,8 @@ try:
     from triton.compiler import ASTSource
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.language import str_to_ty
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -282,6 +284,11 @@ def kernel_function(kernel) -> Any:
     raise TypeError(f"triton_call: kernel must be a @triton.jit function; got {kernel!r} of type {type(kernel).__name__}.")
 
 
+def is_gluon(kernel) -> bool:
+    """Is the kernel written in Gluon, not in Triton?"""
+    return isinstance(kernel, GluonJITFunction)
+
+
 def kernel_key(kernel) -> str:
     """What tells a kernel from every other by content: its source, its helpers' and the constants they see."""
     try:
@@ -290,6 +297,16 @@ def kernel_key(kernel) -> str:
         if not INTERPRET_MODE:
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:
+    """Gluon's shared-memory layout of a block that TMA copies."""
+    return NVMMASharedLayout.get_default_for(list(block_shape), str_to_ty(triton_type, None))
+
+
+def tma_data_type(elem_type: int, tf32: bool) -> int:
+    """CUtensorMapDataType of the element type in Triton's record of a descriptor, which numbers those after 7 otherwise."""
+    return 11 if tf32 else {8: 10, 9: 8, 10: 9}.get(elem_type, elem_type)
 
 
 def load_interpreter_module() -> Any:

@@ -12,6 +12,8 @@ from jtops.core.target import Target
 from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
 from jtops.errors import KernelCompileError
 
+MAX_TENSOR_MEMORY = 512  # columns, of Blackwell's tensor memory (PTX ISA, tcgen05)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompiledKernel:
@@ -25,6 +27,7 @@ class CompiledKernel:
     shared_bytes: int
     scratch_bytes: int
     scratch_align: int
+    descriptors: tuple[dict, ...]  # of the tensor descriptors, in order; empty where the GPU has no TMA
     folded: frozenset[str]  # scalars compiled in because they equal 1: the launch leaves them out
     triton_kernel: Any  # Triton's own object, for its intermediate texts
 
@@ -43,6 +46,8 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
             f"kernel {kernel.__name__}: TRITON_INTERPRET was set when Triton was imported, which keeps it from compiling in this "
             "process. Unset it; interpret=True and jtops.config.interpret() need no variable."
         )
+    if (ctas := dict(options).get("num_ctas", 1)) > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
+        raise ValueError(f"kernel {kernel.__name__}: num_ctas={ctas} needs clusters, from sm_90 on; compiling for {target}.")
     declared = kernel.params
     signature = {name: types.get(name) or (p.type if isinstance(p, Scalar) else p) for _, name, p in leaves(bound)}
     attributes = tuple(specialization(p, declared[path[0]]) is not None for path, _, p in leaves(bound))
@@ -78,6 +83,11 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
             f"kernel {kernel.__name__}: needs {meta.shared} bytes of shared memory, {target} has {target.max_shared_bytes} for a "
             f"program; use smaller blocks or fewer stages. Options: {options}."
         )
+    if (columns := getattr(meta, "tmem_size", None) or 0) > MAX_TENSOR_MEMORY:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: needs {columns} columns of tensor memory, {target} has {MAX_TENSOR_MEMORY}; use "
+            f"smaller blocks or fewer accumulators. Options: {options}."
+        )
     return CompiledKernel(
         name=meta.name,
         target=target,
@@ -87,6 +97,7 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
         shared_bytes=meta.shared,
         scratch_bytes=getattr(meta, "global_scratch_size", 0) or 0,
         scratch_align=getattr(meta, "global_scratch_align", 1) or 1,
+        descriptors=tuple(getattr(meta, "tensordesc_meta", None) or ()),
         folded=folded,
         triton_kernel=compiled,
     )
@@ -104,7 +115,7 @@ def _run_triton(kernel, bound, signature, folded, options, target):
         name = next(names)
         return "constexpr" if name in constants else signature[name]
 
-    source = (compat.GluonASTSource if isinstance(kernel, compat.GluonJITFunction) else compat.ASTSource)(
+    source = (compat.GluonASTSource if compat.is_gluon(kernel) else compat.ASTSource)(
         fn=kernel,
         signature={name: triton_types(param) for name, param in bound},
         constexprs={paths[name]: value for name, value in constants.items()},

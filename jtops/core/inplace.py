@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtops.core import compat
-from jtops.core.types import Bound, Operand, Result, leaves
+from jtops.core.types import Bound, Descriptor, Operand, Result, array_of, leaves
 
 
 def checked_aliases(kernel, aliases: Mapping[int, int] | None, outs) -> dict[int, int]:
@@ -39,15 +39,17 @@ def alias_pairs(kernel, aliases: dict[int, int], operands: Bound, arrays, outs) 
         if not 0 <= i < len(flat):
             raise ValueError(f"{what} names operand {i}; there are {len(flat)}: {', '.join(name for name, _ in flat)}.")
         name, param = flat[i]
-        if not isinstance(param, Operand):
+        array = array_of(param)
+        if array is None:
             raise ValueError(f"{what} names operand {i}, {name}, which is not an array.")
-        have = jax.ShapeDtypeStruct(np.shape(arrays[param.index]), jax.dtypes.canonicalize_dtype(arrays[param.index].dtype))
-        if (have.shape, have.dtype) != (outs[k].shape, outs[k].dtype):
+        given = arrays[array.index]
+        have, want = jax.ShapeDtypeStruct(np.shape(given), jax.dtypes.canonicalize_dtype(given.dtype)), outs[k]
+        if (have.shape, have.dtype) != (want.shape, want.dtype):
             raise ValueError(
                 f"{what} gives operand {i}, {name}, to output {k}, but it is {have.dtype}{list(have.shape)} and the output "
-                f"{outs[k].dtype}{list(outs[k].shape)}; one buffer has one shape and dtype."
+                f"{want.dtype}{list(want.shape)}; one buffer has one shape and dtype."
             )
-        pairs.append((param.index, k))
+        pairs.append((array.index, k))
     return tuple(sorted(pairs))
 
 
@@ -77,25 +79,33 @@ def discharged(primitive, refs: Mapping[int, Any], *args, call) -> tuple[dict[in
     return dict(zip(refs, results[count:], strict=True)), results[:count]
 
 
+def bytes_to_zero(call, array: Operand | Result, out_avals) -> int:
+    """How many bytes a launch sets to zero before the kernel runs, where it is given `array`."""
+    result = array.index if isinstance(array, Result) else dict(call.aliases).get(array.index)
+    return out_avals[result].size * out_avals[result].dtype.itemsize if result in call.zeroed else 0
+
+
 def in_buffer_order(ctx, operands, call) -> tuple[Any, list, dict[int, int], list[int]]:
     """What a custom call must take and give so that its buffers stand in the order of the kernel's pointers.
 
     XLA hands over the operands, then the results, and a launch gives them to the kernel's pointers one after the other. So
     results that share an operand's buffer must come last, where no pointer is left for them; and a result whose pointer comes
-    before an operand's is handed in as one, an array of zeros that the result takes over.
+    before an operand's is handed in as one, an array of zeros that the result takes over. So is a zeroed one that a kernel
+    sees through a descriptor, which a launch cannot zero.
 
     Returns (lowering context of the custom call, its operands, its aliases, the output that each of its results is).
     """
-    pointers = [p for _, _, p in leaves(call.bound) if isinstance(p, Operand | Result)]
-    taken = max((i + 1 for i, p in enumerate(pointers) if isinstance(p, Operand)), default=0)
+    pointers = [(a, isinstance(p, Descriptor)) for _, _, p in leaves(call.bound) if (a := array_of(p))]
+    zero = [described and bytes_to_zero(call, a, ctx.avals_out) > 0 for a, described in pointers]
+    taken = max((i + 1 for i, (a, _) in enumerate(pointers) if isinstance(a, Operand) or zero[i]), default=0)
     shared = dict(call.aliases)
-    fresh = [p.index for p in pointers[taken:]]
+    fresh = [a.index for a, _ in pointers[taken:]]
     order = fresh + [i for i in range(len(ctx.avals_out)) if i not in fresh]
     avals, values, aliases = [], [], {}
-    for at, p in enumerate(pointers[:taken]):
-        result = p.index if isinstance(p, Result) else shared.get(p.index)
-        avals.append(ctx.avals_out[p.index] if isinstance(p, Result) else ctx.avals_in[p.index])
-        values.append(compat.zeros(ctx, avals[-1]) if isinstance(p, Result) else operands[p.index])
+    for at, (a, _) in enumerate(pointers[:taken]):
+        result = a.index if isinstance(a, Result) else shared.get(a.index)
+        avals.append(ctx.avals_out[a.index] if isinstance(a, Result) else ctx.avals_in[a.index])
+        values.append(compat.zeros(ctx, avals[-1]) if isinstance(a, Result) or zero[at] else operands[a.index])
         if result is not None:
             aliases[at] = order.index(result)
     return ctx.replace(avals_in=avals, avals_out=[ctx.avals_out[i] for i in order]), values, aliases, order

@@ -21,7 +21,19 @@ import numpy as np
 
 from jtops.core import compat
 from jtops.core.numpy_machine import Memory, make_builder, numpy_type
-from jtops.core.types import NUMPY_TYPES, Bound, Constexpr, Items, Operand, Result, leaves, triton_type
+from jtops.core.types import (
+    NUMPY_TYPES,
+    Bound,
+    Constexpr,
+    Descriptor,
+    Items,
+    Operand,
+    Result,
+    Scalar,
+    array_of,
+    leaves,
+    triton_type,
+)
 from jtops.errors import InterpreterError, UnsupportedError
 
 
@@ -31,9 +43,9 @@ def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, alias
     `aliases` are pairs (input, output): that output starts as a copy of that input, and the kernel writes through its parameter.
     Outputs in `zeroed` start as zeros.
     """
-    if isinstance(kernel, compat.GluonJITFunction):
+    if compat.is_gluon(kernel):
         raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
-    names = {(isinstance(p, Result), p.index): name for _, name, p in leaves(bound) if isinstance(p, Operand | Result)}
+    names = {(isinstance(a, Result), a.index): name for _, name, p in leaves(bound) if (a := array_of(p))}
     memory = Memory(inputs, outputs, names, aliases, zeroed)
     _machine().run(kernel, bound, grid, memory)
     for mine, out in zip(memory.results, outputs, strict=True):
@@ -114,6 +126,11 @@ class _Machine:
                 return param.value
             if isinstance(param, Items):
                 return param.of(map(value, param.items))
+            if isinstance(param, Descriptor):
+                sizes = [value(Scalar(n, "i32")) for n in param.shape]
+                strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
+                block = [tl.constexpr(b) for b in param.block_shape]
+                return self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding)
             if isinstance(param, Operand | Result):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))

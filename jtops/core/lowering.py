@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -11,10 +12,11 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jtops.core import compat, host_call, inplace, interpret
+from jtops.core import compat, host_call, inplace, interpret, ptx_launch
 from jtops.core.compile import CompiledKernel, compile_kernel
+from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
-from jtops.core.types import Operand, Result, Scalar, leaves, specialization, triton_type
+from jtops.core.types import Descriptor, Operand, Result, Scalar, array_of, leaves, specialization, triton_type
 from jtops.errors import UnsupportedError
 
 LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
@@ -30,11 +32,15 @@ def lower_gpu(ctx, *operands, call, platform):
             f"lowering for {platform} needs jaxlib's GPU plugin: install jtops[{platform}13] or jax-{platform}13-plugin."
         )
     compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
-    record = launch_record(call, compiled, ctx.avals_out)
-    extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
-    ctx, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
-    rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)  # row-major
-    results = rule(ctx, *values, opaque=stored_zlib(record), **extra)
+    inner, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
+    text = ptx_launch.chosen_text(call, compiled, buffers=len(inner.avals_in) + len(inner.avals_out))
+    if text is not None:
+        results = ptx_launch.lower(inner, values, call, compiled, text, aliases)
+    else:
+        record = launch_record(call, compiled, ctx.avals_out)
+        extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
+        rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
+        results = rule(inner, *values, opaque=stored_zlib(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
 
 
@@ -62,9 +68,11 @@ def _interpreted(call, out_avals, *operands):
 
 def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
     """The machine code of a bound call."""
-    pointer = lambda aval: "*" + triton_type(aval.dtype)
-    types = {n: pointer(in_avals[p.index]) for _, n, p in leaves(call.bound) if isinstance(p, Operand)}
-    types |= {n: pointer(out_avals[p.index]) for _, n, p in leaves(call.bound) if isinstance(p, Result)}
+    types = {}
+    for _, name, param in leaves(call.bound):
+        if array := array_of(param):
+            dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
+            types[name] = descriptor_type(param, dtype) if isinstance(param, Descriptor) else f"*{triton_type(dtype)}"
     return compile_kernel(call.kernel, call.bound, types, call.options, target)
 
 
@@ -81,16 +89,16 @@ def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
         0 if rocm else compiled.target.arch,
         *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
     )
-    shared = dict(call.aliases)
-    parameters = []
-    for path, name, p in leaves(call.bound):
-        if isinstance(p, Operand | Result):
-            result = p.index if isinstance(p, Result) else shared.get(p.index)
-            zero = out_avals[result].size * out_avals[result].dtype.itemsize if result in call.zeroed else 0
-            aligned = specialization(p, call.kernel.params[path[0]]) is not None
-            parameters.append(lib.create_array_parameter(zero, 16 if aligned else 0))
-        elif isinstance(p, Scalar) and name not in compiled.folded:
-            parameters.append(lib.create_scalar_parameter(p.value, p.type))
+    descriptors = iter(compiled.descriptors or itertools.repeat(None))
+    parameters: list = []
+    for path, name, param in leaves(call.bound):
+        if isinstance(param, Descriptor):
+            parameters += launch_parameters(lib, param, next(descriptors))
+        elif isinstance(param, Operand | Result):
+            aligned = specialization(param, call.kernel.params[path[0]]) is not None
+            parameters.append(lib.create_array_parameter(inplace.bytes_to_zero(call, param, out_avals), 16 if aligned else 0))
+        elif isinstance(param, Scalar) and name not in compiled.folded:
+            parameters.append(lib.create_scalar_parameter(param.value, param.type))
     return lib.TritonKernelCall(kernel, *call.grid, parameters).to_proto(call.name, call.metadata)
 
 

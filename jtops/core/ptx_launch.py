@@ -21,42 +21,39 @@ _FORMATS = {"i1": "<?", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp3
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """Why a kernel cannot be launched this way."""
 
 
-def chosen(call, compiled) -> bool:
-    """Whether this launch takes this path; UnsupportedError if that was demanded and cannot be."""
+def chosen_text(call, compiled, buffers: int) -> str | None:
+    """The PTX to launch by this path, None for the other; UnsupportedError if this one was demanded and cannot be."""
     if (call.launch or AUTOMATIC) == "ffi":
-        return False
+        return None
     try:
-        kernel_text(call, compiled)
         if (refused := compat.ptx_call_refused(TARGET)) is not None:
-            raise Unfit(f"this process' XLA refuses the call: {refused}")
-    except Unfit as reason:
+            raise UnfitError(f"this process' XLA refuses the call: {refused}")
+        return kernel_text(call, compiled, buffers)
+    except UnfitError as reason:
         if call.launch is None:
-            return False
+            return None
         raise UnsupportedError(
-            f'kernel {call.name}: jtops.config.launch("ptx") was asked for, but {reason}. Use "ffi", or None, which chooses by itself.'
+            f'kernel {call.name}: jtops.config.launch("ptx") was asked for, but {reason}. Use "ffi", or None, which chooses.'
         ) from None
-    return True
 
 
-def kernel_text(call, compiled) -> str:
-    """The PTX of a compiled call with one parameter per buffer of its custom call, in order: operands, then results.
-
-    Raises `Unfit` where that cannot be.
-    """
+def kernel_text(call, compiled, buffers: int) -> str:
+    """The PTX of a compiled call with one parameter for each of its custom call's `buffers`; `UnfitError` if that cannot be."""
     if compiled.target.platform != "cuda":
-        raise Unfit("it is for ROCm")
+        raise UnfitError("it is for ROCm")
     if compiled.num_ctas > 1:
-        raise Unfit(f"it runs in clusters of {compiled.num_ctas}")
+        raise UnfitError(f"it runs in clusters of {compiled.num_ctas}")
     if call.zeroed:
-        raise Unfit("it has outputs to be zeroed before the launch")
+        raise UnfitError("it has outputs to be zeroed before the launch")
     params = [(n, p) for _, n, p in leaves(call.bound) if not isinstance(p, Constexpr) and n not in compiled.folded]
     if not all(isinstance(p, Operand | Result | Scalar) for _, p in params):
-        raise Unfit("it takes tensor descriptors")
-    return _with_constants(compiled.binary, [p for _, p in params], pads=len(call.aliases))
+        raise UnfitError("it takes tensor descriptors")
+    pads = buffers - sum(not isinstance(p, Scalar) for _, p in params)
+    return _with_constants(compiled.binary, [p for _, p in params], pads)
 
 
 def _with_constants(ptx: str, params: list, pads: int) -> str:
@@ -64,11 +61,11 @@ def _with_constants(ptx: str, params: list, pads: int) -> str:
     entry = _ENTRY.search(ptx)
     declared = [line.strip(" \t,") for line in entry[2].split("\n")] if entry else []
     if entry is None or len(declared) < len(params) or not all(line.startswith(".param") for line in declared):
-        raise Unfit(f"its PTX does not declare the {len(params)} parameters of the launch in the expected form")
+        raise UnfitError(f"its PTX does not declare the {len(params)} parameters of the launch in the expected form")
     names = [line.split()[-1] for line in declared]
     head, body = ptx[: entry.start()], ptx[entry.end() :]
     if any(re.search(rf"\b{re.escape(name)}\b", body) for name in names[len(params) :]):
-        raise Unfit("it uses scratch memory")
+        raise UnfitError("it uses scratch memory")
     kept = []
     for line, name, param in zip(declared, names, params, strict=False):
         if not isinstance(param, Scalar):
@@ -79,16 +76,16 @@ def _with_constants(ptx: str, params: list, pads: int) -> str:
         load = rf"\bld\.param(\.[\w.]+\s+[^\[;\n]*\[\s*{re.escape(name)}\b)"
         body, count = re.subn(load, r"ld.const\1", body)
         if count != len(re.findall(rf"\b{re.escape(name)}\b", body)):
-            raise Unfit(f"its PTX uses the number {name} in another way than loading it")
+            raise UnfitError(f"its PTX uses the number {name} in another way than loading it")
     kept += [f".param .u64 {entry[1]}_result_{i}" for i in range(pads)]
     return f"{head}.visible .entry {entry[1]}(\n" + ",\n".join(kept) + f"\n){body}"
 
 
-def lower(ctx, operands, call, compiled, aliases):
+def lower(ctx, operands, call, compiled, text: str, aliases: dict[int, int]):
     """The custom call. `ctx` and `operands` are in the order of the kernel's pointers, results without one last."""
     x, y, z = call.grid
     numbers = {"grid_x": x, "grid_y": y, "grid_z": z, "block_x": 32 * compiled.num_warps, "block_y": 1, "block_z": 1}
-    texts = {"name": compiled.name, "kernel_type": "ptx", "kernel_data": kernel_text(call, compiled), "launch_name": call.name}
+    texts = {"name": compiled.name, "kernel_type": "ptx", "kernel_data": text, "launch_name": call.name}
     if call.cost is not None:
         texts["cost_estimate_json"] = json.dumps(dict(call.cost))
     if call.metadata:

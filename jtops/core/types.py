@@ -78,18 +78,31 @@ class Constexpr:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A tensor descriptor of operand or result `array`, made on the host; see core.descriptor.TensorDescriptor."""
+
+    array: Operand | Result
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any
+    padding: str
+    round_f32_to_tf32: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Items:
     """A tuple; the kernel gets one of the same structure. `kind` is tuple, or a namedtuple's class."""
 
     items: tuple["Param", ...]
-    kind: type
+    kind: Any
 
     def of(self, values):
         """The tuple with `values` for its items."""
         return tuple(values) if self.kind is tuple else self.kind(*values)
 
 
-Param = Operand | Result | Scalar | Constexpr | Items
+Param = Operand | Result | Scalar | Constexpr | Descriptor | Items
 Bound = tuple[tuple[str, Param], ...]
 
 
@@ -103,9 +116,8 @@ def _leaves(path, name, param):
     if not isinstance(param, Items):
         yield path, name, param
         return
-    names = [f"[{i}]" for i in range(len(param.items))] if param.kind is tuple else [f".{n}" for n in param.kind._fields]  # type: ignore[attr-defined]
-    for i, (suffix, item) in enumerate(zip(names, param.items, strict=True)):
-        yield from _leaves((*path, i), name + suffix, item)
+    for i, item in enumerate(param.items):
+        yield from _leaves((*path, i), name + (f"[{i}]" if param.kind is tuple else f".{param.kind._fields[i]}"), item)
 
 
 def triton_type(dtype) -> str:
@@ -115,6 +127,12 @@ def triton_type(dtype) -> str:
     except (KeyError, TypeError):
         supported = ", ".join(str(d) for d in TRITON_TYPES)
         raise TypeError(f"dtype {dtype} has no Triton type; supported are {supported}.") from None
+
+
+def array_of(param: Param) -> Operand | Result | None:
+    """The operand or result that a parameter points to, if it does."""
+    param = param.array if isinstance(param, Descriptor) else param
+    return param if isinstance(param, Operand | Result) else None
 
 
 def as_scalar(value: Any) -> Scalar | None:
