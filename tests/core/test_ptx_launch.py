@@ -289,7 +289,9 @@ from tests.core.test_ptx_launch import X, affine
 with jtops.config.launch(sys.argv[2]):
     lowered = jax.jit(affine).lower(X)
 hits.clear()
-print("hits", len(hits) if lowered.compile()(X)[0][10] > 2.0**39 else "wrong")
+compiled = lowered.compile()
+print("hits", len(hits))
+assert compiled(X)[0][10] > 2.0**39
 """
 
 
@@ -300,4 +302,4 @@ def test_persistent_cache(path, tmp_path):
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", CACHED, str(tmp_path), path]
     runs = [subprocess.run(command, env=env, capture_output=True, text=True, check=False) for _ in range(2)]
-    assert [r.stdout for r in runs] == ["hits 0\n", "hits 1\n"], runs[0].stderr + runs[1].stderr
+    assert [(r.returncode, r.stdout) for r in runs] == [(0, "hits 0\n"), (0, "hits 1\n")], runs[0].stderr + runs[1].stderr
