@@ -107,7 +107,7 @@ def batch(bind, args, dims, *, call):
         )
     if any(isinstance(jax.typeof(x), compat.AbstractRef) for x in args):
         raise UnsupportedError(
-            f"kernel {call.name}: vmap of a call that changes a Ref; pass its value, and alias the result to it."
+            f"kernel {call.name}: no vmap of a call that changes a Ref; pass its value and alias a result to it."
         )
     if size == 0:
         outs = [jnp.zeros((0, *t.shape), t.dtype) for t in call.out_types]

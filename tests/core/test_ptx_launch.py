@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxlib.mlir import ir
 
 import jtops
 from jtops.core import compat, ptx_launch
@@ -23,7 +24,6 @@ from tests.kernels import lowered, resources
 
 TARGET = "__gpu$xla.gpu.ptx"
 paths = pytest.mark.parametrize("path", ["ffi", "ptx"])
-row = pytest.mark.spec("two launch paths, byte-stable lowered text")
 
 
 @triton.jit
@@ -49,6 +49,15 @@ def transpose_kernel(x_ptr, o_ptr, N: tl.constexpr):
     tl.store(o_ptr + i * N + j, tl.trans(tl.load(x_ptr + i * N + j)))
 
 
+@triton.jit
+def loop_kernel(x_ptr, o_ptr, n):
+    i = tl.arange(0, 64)
+    x = tl.load(x_ptr + i)
+    for _ in range(n):
+        x = tl.sin(x)
+    tl.store(o_ptr + i, x)
+
+
 def affine(x, factor=0.1, wide=2**40, flag=True, **kwargs):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((2,), jnp.int32)
     return jtops.triton_call(
@@ -72,9 +81,11 @@ def lowered_by(path, f, *args, **how):
 
 
 def kernel_of(text: str) -> str:
-    """The PTX in the text of a program."""
-    (data,) = re.findall(r"kernel_data = \\22(.*?)\\22, launch_name", text)
-    return data.replace(r"\\n", "\n")
+    """The PTX in the text of a program, read as XLA reads it."""
+    (config,) = re.findall(r'backend_config = "((?:[^"\\]|\\.)*)"', text)
+    config = re.sub(r"\\([0-9A-F]{2}|\\)", lambda m: "\\" if m[1] == "\\" else chr(int(m[1], 16)), config)
+    with ir.Context():
+        return ir.StringAttr(ir.DictAttr(ir.Attribute.parse(config))["kernel_data"]).value
 
 
 def pointers(ptx: str) -> int:
@@ -84,7 +95,7 @@ def pointers(ptx: str) -> int:
 # ------------------------------------------------------------------------------------------------------------- on any host
 
 
-@row
+@pytest.mark.spec("two launch paths, byte-stable lowered text")
 def test_text_is_stable_and_says_which_path():
     """The setting is part of jit's key; each path's text is the same every time; layouts are row-major."""
     f = jax.jit(affine)
@@ -98,7 +109,7 @@ def test_text_is_stable_and_says_which_path():
     assert "operand_layouts = [dense<[1, 0]> : tensor<2xindex>], result_layouts = [dense<[1, 0]>" in text
 
 
-@row
+@pytest.mark.spec("two launch paths, byte-stable lowered text")
 def test_numbers_become_constants_and_unread_parameters_go():
     text = lowered_by("ptx", lambda x: affine(x, name="mine", cost_estimate={"flops": 600}, serialized_metadata=b"ab"), X)
     assert "-> (tensor<300xf32>, tensor<2xi32>)" in text
@@ -127,6 +138,16 @@ def test_large_kernels_assemble():
         (compiled,) = lowered.kernels(f(), a, a)
     assert f"shared_mem_bytes = {compiled.shared_bytes} : i32" in text
     assert f"block_x = {32 * compiled.num_warps} : i32" in text
+    assert resources.of(dataclasses.replace(compiled, binary=ptx)) == resources.of(compiled)
+
+
+def test_quotes_survive():
+    """Loops that Triton must not unroll say so in quotes."""
+    f = lambda x: jtops.triton_call(x, kernel=loop_kernel, n=40, out_type=x, grid=1)
+    x = jax.ShapeDtypeStruct((64,), jnp.float32)
+    ptx = kernel_of(lowered_by("ptx", fresh(f), x))
+    assert '.pragma "nounroll";' in ptx
+    (compiled,) = lowered.kernels(fresh(f), x)
     assert resources.of(dataclasses.replace(compiled, binary=ptx)) == resources.of(compiled)
 
 
@@ -207,6 +228,7 @@ def test_the_setting():
 
 
 @pytest.mark.gpu
+@pytest.mark.spec("two launch paths, byte-stable lowered text")
 @paths
 def test_values(path):
     with jtops.config.launch(path):

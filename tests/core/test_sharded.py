@@ -93,6 +93,7 @@ W = jnp.linspace(1.0, 2.0, 24)
 
 
 @everywhere
+@pytest.mark.spec("vmap_method and sharding_rule")
 @forms
 def test_automatic_axes(form, interpret):
     f = jax.jit(center(form, interpret))
@@ -117,6 +118,7 @@ def test_what_is_not_split_is_gathered(interpret):
 
 
 @everywhere
+@pytest.mark.spec("vmap_method and sharding_rule")
 @forms
 def test_explicit_axes(form, interpret):
     f, m = center(form, interpret), mesh(AxisType.Explicit)
@@ -135,6 +137,7 @@ def test_explicit_axes(form, interpret):
 
 
 @everywhere
+@pytest.mark.spec("vmap_method and sharding_rule")
 @forms
 def test_manual_axes(form, interpret):
     f = jax.jit(jax.shard_map(center(form, interpret), mesh=mesh(), in_specs=(P("x"), P()), out_specs=P("x")))

@@ -32,6 +32,14 @@ def double_kernel(x_ptr, o_ptr, x_batch, o_batch):
     tl.store(o_ptr + b * o_batch, tl.load(x_ptr + b * x_batch) * 2)
 
 
+@triton.jit
+def grow_kernel(x_ptr, y_ptr, n, x_batch, y_batch, BLOCK: tl.constexpr = 128):
+    """x += y, in place."""
+    b, i = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + b * x_batch + i, mask=i < n)
+    tl.store(x_ptr + b * x_batch + i, x + tl.load(y_ptr + b * y_batch + i, mask=i < n), mask=i < n)
+
+
 STRIDES = {"x_ptr": "x_batch", "y_ptr": "y_batch", "o_ptr": "o_batch", "s_ptr": "s_batch"}
 GRID = jtops.GridBatch(axis=1, strides=STRIDES)
 N = 100
@@ -74,6 +82,7 @@ CASES = [pytest.param(n, GRID, id=f"{n}, grid") for n in NESTINGS] + [
 
 
 @modes
+@pytest.mark.spec("vmap_method and sharding_rule")
 @pytest.mark.parametrize(("nesting", "method"), CASES)
 def test_nestings(nesting, method, interpret):
     x_shape, y_shape, axes = NESTINGS[nesting]
@@ -100,6 +109,37 @@ def test_grid_is_one_launch_and_shared_operands_are_not_copied():
 def test_sequential_is_a_loop():
     text = lowered.text(jax.vmap(functools.partial(axpy, interpret=False, method="sequential"), (0, None)), draw(7, N), draw(N))
     assert "stablehlo.while" in text
+
+
+GROW = jtops.GridBatch(1, {"x_ptr": "x_batch", "y_ptr": "y_batch"})
+
+
+def grow(x, y, interpret=True, method=GROW):
+    given = {"interpret": interpret} | ({} if isinstance(method, jtops.GridBatch) else {"x_batch": 0, "y_batch": 0})
+    aliases = {"input_output_aliases": {0: 0}}
+    return jtops.triton_call(x, y, n=N, kernel=grow_kernel, out_type=x, grid=1, vmap_method=method, **aliases, **given)
+
+
+@modes
+@pytest.mark.parametrize("method", [GROW, "sequential"], ids=["grid", "sequential"])
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
+def test_operands_changed_in_place(in_axes, method, interpret):
+    """One that all elements share is copied for each: each has a result of its own."""
+    x, y = (draw(N) if a is None else draw(3, N) for a in in_axes)
+    f = jax.jit(jax.vmap(lambda x, y: grow(x, y, interpret, method), in_axes))
+    kept = np.asarray(x)
+    np.testing.assert_allclose(f(x, y), jax.vmap(jnp.add, in_axes)(x, y), rtol=1e-6)
+    np.testing.assert_array_equal(x, kept)
+
+
+def test_refs_are_refused():
+    def f(y):
+        ref = jax.new_ref(jnp.zeros(N))
+        jtops.triton_call(ref, y, n=N, kernel=grow_kernel, out_type=(), grid=1, vmap_method=GROW, interpret=True)
+        return ref[...]
+
+    with pytest.raises(jtops.UnsupportedError, match="no vmap of a call that changes a Ref; pass its value"):
+        jax.vmap(f)(draw(3, N))
 
 
 def double(x, **kwargs):
