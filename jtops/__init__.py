@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from jtops import config, errors
+from jtops import config, errors, utils
 from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
@@ -35,6 +35,7 @@ __all__ = [
     "softmax",
     "strides_from_shape",
     "triton_call",
+    "utils",
 ]
 
 try:

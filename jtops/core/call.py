@@ -12,7 +12,7 @@ from jax.interpreters import ad
 from jax.interpreters.batching import primitive_batchers
 
 from jtops import config
-from jtops.core import batching, compat, inplace, lowering, target
+from jtops.core import batching, compat, inplace, legacy, lowering, target
 from jtops.core.batching import GridBatch
 from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.sharded import ShardingRule, by_rule, refuse_sharded
@@ -149,7 +149,7 @@ def triton_call(
         sharded arrays, each device launching for its part. `out_type` stays that of the whole call; an argument that depends on
         a shape is a function of a dict of the axes' sizes, and so must `grid` be, whose dict has them too: with a rule
         ``"rows n -> rows n"``, ``n=lambda axes: axes["n"], grid=lambda meta: meta["rows"]``. See `sharded_call` for more.
-      **kwargs: arguments by parameter name.
+      **kwargs: arguments by parameter name. Names that older bridges gave these arguments work, too (`jtops.core.legacy`).
 
     Returns:
       Arrays in the structure of `out_type`.
@@ -161,6 +161,9 @@ def triton_call(
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
+    kwargs, out_type, backend_options, compute_capability = legacy.keywords(
+        kernel, kwargs, out_type, backend_options, compute_capability
+    )
     if sharding_rule is not None:
         own = {k: v for k, v in locals().items() if k in _KEYWORDS and k not in ("sharding_rule", "out_type", "grid")}
         return by_rule(triton_call, args, kwargs, own, sharding_rule=sharding_rule, out_type=out_type, grid=grid)

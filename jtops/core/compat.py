@@ -33,9 +33,12 @@ __all__ = [
     "HAS_TRITON",
     "INTERPRET_MODE",
     "AbstractRef",
+    "Autotuner",
+    "Heuristics",
     "TransformedRef",
     "ad",
     "apply_primitive",
+    "compiler_stages",
     "config_state",
     "device_count",
     "discharge",
@@ -46,6 +49,7 @@ __all__ = [
     "kernel_function",
     "kernel_key",
     "load_interpreter_module",
+    "make_backend",
     "manual_axes",
     "needs_devices_to_lower",
     "ptx_call_refused",
@@ -229,13 +233,15 @@ try:
     import triton
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
-    from triton.backends.compiler import GPUTarget
+    from triton.backends.compiler import GPUTarget, Language
     from triton.backends.nvidia.compiler import CUDAOptions
     from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.language import str_to_ty
+    from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -259,6 +265,7 @@ except ImportError as import_error:
     GPUTarget = ASTSource = GluonASTSource = None
     CompilationError = type("CompilationError", (Exception,), {})
     JITFunction = GluonJITFunction = type("JITFunction", (), {})
+    Autotuner = Heuristics = type("Autotuner", (), {})
 
 
 def require_triton() -> None:
@@ -307,6 +314,13 @@ def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any
 def tma_data_type(elem_type: int, tf32: bool) -> int:
     """CUtensorMapDataType of the element type in Triton's record of a descriptor, which numbers those after 7 otherwise."""
     return 11 if tf32 else {8: 10, 9: 8, 10: 9}.get(elem_type, elem_type)
+
+
+def compiler_stages(backend, options) -> dict[str, Any]:
+    """A Triton compiler's passes by name, from Triton IR to machine code; each is ``stage(module, metadata)``."""
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    return stages
 
 
 def load_interpreter_module() -> Any:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jtops.core import compat, host_call, inplace, interpret, ptx_launch
+from jtops.core import compat, dump, host_call, inplace, interpret, ptx_launch
 from jtops.core.compile import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
@@ -73,22 +73,27 @@ def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
         if array := array_of(param):
             dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
             types[name] = descriptor_type(param, dtype) if isinstance(param, Descriptor) else f"*{triton_type(dtype)}"
-    return compile_kernel(call.kernel, call.bound, types, call.options, target)
+    return dump.noted(call, types, compile_kernel(call.kernel, call.bound, types, call.options, target))
 
 
-def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
-    """jaxlib's serialized launch: machine code, grid and parameters. Neither IR nor line tables: every launch parses it all."""
-    lib, rocm = compat.gpu_triton, compiled.target.platform == "rocm"
-    kernel = lib.TritonKernel(
+def launched_kernel(compiled: CompiledKernel):
+    """jaxlib's record of the machine code. Neither IR nor line tables: every launch parses it all."""
+    rocm = compiled.target.platform == "rocm"
+    return compat.gpu_triton.TritonKernel(
         compiled.name,
         compiled.num_warps,
         compiled.num_ctas,
         compiled.shared_bytes,
-        _hsaco_file(compiled.binary) if rocm else compiled.binary,
+        hsaco_file(compiled.binary) if rocm else compiled.binary,
         "",
         0 if rocm else compiled.target.arch,
         *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
     )
+
+
+def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
+    """jaxlib's serialized launch: machine code, grid and parameters."""
+    lib = compat.gpu_triton
     descriptors = iter(compiled.descriptors or itertools.repeat(None))
     parameters: list = []
     for path, name, param in leaves(call.bound):
@@ -99,7 +104,7 @@ def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
             parameters.append(lib.create_array_parameter(inplace.bytes_to_zero(call, param, out_avals), 16 if aligned else 0))
         elif isinstance(param, Scalar) and name not in compiled.folded:
             parameters.append(lib.create_scalar_parameter(param.value, param.type))
-    return lib.TritonKernelCall(kernel, *call.grid, parameters).to_proto(call.name, call.metadata)
+    return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, parameters).to_proto(call.name, call.metadata)
 
 
 def stored_zlib(data: bytes) -> bytes:
@@ -117,7 +122,7 @@ def _hsaco_directory() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="jtops-hsaco-")
 
 
-def _hsaco_file(image) -> str:
+def hsaco_file(image) -> str:
     """jaxlib takes an HSACO by file name; the name is its content's hash."""
     path = os.path.join(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
     if not os.path.exists(path):
