@@ -3,8 +3,10 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from jtops import config, errors, utils
+from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
+from jtops.core.sharded import ShardingRule, sharded_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.launch import Config
@@ -16,6 +18,8 @@ from jtops.kernels.softmax import softmax
 
 __all__ = [
     "Config",
+    "GridBatch",
+    "ShardingRule",
     "TensorDescriptor",
     "UnsupportedError",
     "add",
@@ -27,6 +31,7 @@ __all__ = [
     "matmul",
     "next_power_of_2",
     "rms_norm",
+    "sharded_call",
     "softmax",
     "strides_from_shape",
     "triton_call",

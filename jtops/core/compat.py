@@ -4,7 +4,9 @@ Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows
 keeps the Python function so that op files import, and using a kernel raises one clear error.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import os
@@ -14,6 +16,7 @@ import types
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config as jax_config
 from jax._src import core, dispatch, distributed, effects
 from jax._src.callback import emit_python_callback
@@ -30,14 +33,16 @@ __all__ = [
     "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
+    "AbstractRef",
     "Autotuner",
     "Heuristics",
     "TransformedRef",
     "ad",
     "apply_primitive",
-    "compiler_stages",
     "cache_manager",
+    "compiler_stages",
     "config_state",
+    "device_count",
     "discharge",
     "distributed_client",
     "effects_of",
@@ -51,13 +56,16 @@ __all__ = [
     "make_backend",
     "manual_axes",
     "needs_devices_to_lower",
+    "ptx_call_refused",
     "require_triton",
+    "settings",
     "shaped_array",
     "symbolic_zero",
     "tl",
     "triton",
     "vary_together",
     "varying_axes",
+    "with_settings",
     "zeros",
 ]
 
@@ -89,7 +97,26 @@ def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pat
 
     check(os.environ.get(name.upper()))
     keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
-    return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    state = jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    _states.append(state)
+    return state
+
+
+_states: list[Any] = []
+
+
+def settings() -> tuple:
+    """The values in force of all of our settings, for code that is traced again later."""
+    return tuple(state.value for state in _states)
+
+
+@contextlib.contextmanager
+def with_settings(values: tuple):
+    """Context in which our settings have the `values` that `settings` gave."""
+    with contextlib.ExitStack() as stack:
+        for state, value in zip(_states, values, strict=True):
+            stack.enter_context(state(value))
+        yield
 
 
 def distributed_client() -> tuple[Any, int] | None:
@@ -170,9 +197,37 @@ def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
 
 
+def device_count(ctx) -> int:
+    """How many devices the program being lowered is for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+
+
 def zeros(ctx, aval):
     """An array of zeros of type `aval`, in the program being lowered."""
     return full_like_aval(ctx, 0, aval)
+
+
+@functools.cache
+def ptx_call_refused(target: str) -> str | None:
+    """Why the XLA of this process' NVIDIA GPU has no custom call `target`; None if it has it, or if there is no such GPU.
+
+    The name is internal to XLA, so a program that does nothing is compiled to see.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None  # a program for elsewhere
+    ptx = r".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry probe(.param .u64 a)\n{ ret; }\n"
+    sizes = "".join(f", {n} = 1 : i32" for n in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"))
+    text = f'{{name = "probe", kernel_type = "ptx", kernel_data = "{ptx}"{sizes}, shared_mem_bytes = 0 : i32}}'
+    one = jax.ShapeDtypeStruct((1,), np.float32)
+    probe = jax.ffi.ffi_call(target, one, custom_call_api_version=2, legacy_backend_config=text)
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.default_device(device):
+            jax.jit(probe).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).split("\n", 1)[0]
+    return None
 
 
 def host_callback(ctx, fn, *operands, has_side_effect: bool = False):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jtops.core import compat, dump, host_call, inplace, interpret
+from jtops.core import compat, dump, host_call, inplace, interpret, ptx_launch
 from jtops.core.compile import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
@@ -32,11 +32,15 @@ def lower_gpu(ctx, *operands, call, platform):
             f"lowering for {platform} needs jaxlib's GPU plugin: install jtops[{platform}13] or jax-{platform}13-plugin."
         )
     compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
-    record = launch_record(call, compiled, ctx.avals_out)
-    extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
-    ctx, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
-    rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)  # row-major
-    results = rule(ctx, *values, opaque=stored_zlib(record), **extra)
+    inner, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
+    text = ptx_launch.chosen_text(call, compiled, buffers=len(inner.avals_in) + len(inner.avals_out))
+    if text is not None:
+        results = ptx_launch.lower(inner, values, call, compiled, text, aliases)
+    else:
+        record = launch_record(call, compiled, ctx.avals_out)
+        extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
+        rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
+        results = rule(inner, *values, opaque=stored_zlib(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
 
 
