@@ -1,8 +1,8 @@
 """Running a Triton kernel with NumPy on the host: no GPU, no torch, no environment variable, any thread.
 
 The kernel's own source runs (`rewrite` says with which changes), with other globals: every Triton builtin it can reach is bound to
-a semantic that computes with NumPy, every jitted helper is interpreted in turn, everything else is what it was. Nothing of Triton is
-patched, so kernels may be compiled and interpreted at the same time. Python's numbers play the part of compile-time constants.
+a semantic that computes with NumPy, every jitted helper is interpreted in turn, everything else is what it was. Nothing of Triton
+is patched, so kernels may be compiled and interpreted at the same time. Python's numbers play the part of compile-time constants.
 
 Beyond computing what the GPU would, a run checks what a GPU does not: each load and store must fall inside an operand or a
 result, inputs are read-only, and results start as NaN, so that what a kernel forgets to write shows.
@@ -206,7 +206,7 @@ class _Machine(Language):
         if isinstance(value, tuple):
             return tuple(map(self._own, value))
         if isinstance(value, self.tl.tensor_descriptor) and not isinstance(value, self.descriptor):
-            own = object.__new__(self.descriptor)
+            own: Any = object.__new__(self.descriptor)
             own.__dict__.update(vars(value))
             return own
         plain = isinstance(value, self.tl.tensor) and not isinstance(value, self.tensor)

@@ -2,7 +2,6 @@
 operators, and what takes a function, such as reductions and scans."""
 
 import functools
-import inspect
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ class Language:
             rewrite.VALUE: functools.partial(map_tuple, self._assigned),
             rewrite.UNWRAP: lambda x: x if x is None or isinstance(x, bool | int | float | str | tl.dtype) else x.value,
             rewrite.TEST: self._test,
-            rewrite.NOT: lambda x: getattr(x, "__not__")() if isinstance(x, self.tensor) else not x,
+            rewrite.NOT: lambda x: x.__not__() if isinstance(x, self.tensor) else not x,
             rewrite.AND: functools.partial(self._bool_op, "logical_and"),
             rewrite.OR: functools.partial(self._bool_op, "logical_or"),
         }
@@ -98,10 +97,10 @@ class Language:
 
     def _range(self, *bounds, step=None, **_):
         """A loop counter is a number of the machine, not a constant: kernels call methods on it."""
-        bounds = [unwrapped(b) for b in ((*bounds, step) if step is not None else bounds)]
-        kinds = [self.semantic.to_tensor(b).dtype for b in (bounds if len(bounds) > 1 else (0, *bounds))]
+        limits = [unwrapped(b) for b in ((*bounds, step) if step is not None else bounds)]
+        kinds = [self.semantic.to_tensor(b).dtype for b in (limits if len(limits) > 1 else (0, *limits))]
         ty = functools.reduce(self.semantic.integer_promote_impl, kinds)
-        for i in range(*map(int, bounds)):
+        for i in range(*map(int, limits)):
             yield self.tensor(self.handle(np.array([i], numpy_type(ty)), ty), ty)
 
     def _min_max(self, python, builtin):

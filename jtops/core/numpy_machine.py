@@ -1,6 +1,5 @@
 """What an interpreted kernel stands on: checked memory, and Triton's IR builder over NumPy with every number format real."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ def make_builder(base: Any, state: Any) -> Any:
         def __init__(self):
             super().__init__()
             # Assertions of the kernel count. Integers wrap as they do on GPUs: looking for it would triple the work.
-            self.options = dataclasses.replace(self.options, debug=True, sanitize_overflow=False)
+            self.options: Any = base.InterpreterOptions(debug=True, sanitize_overflow=False)
 
         def __getattr__(self, name):
             if not name.startswith(("create_", "get_")):
@@ -234,7 +233,9 @@ def make_builder(base: Any, state: Any) -> Any:
             return handle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
         def create_inline_asm(self, *_):
-            raise NotImplementedError("inline assembly has no interpreter; run the kernel on a GPU, or give it a plain path to take here")
+            raise NotImplementedError(
+                "inline assembly has no interpreter; run the kernel on a GPU, or give it a plain path to take here"
+            )
 
         def create_extern_elementwise(self, *_):
             raise NotImplementedError("functions of libdevice that NumPy lacks have no interpreter; run the kernel on a GPU")

@@ -1,8 +1,8 @@
 """A kernel's source with Triton's meaning of Python's statements, where Python itself would take another.
 
-Compiled, ``x = 2`` makes a number of the machine (int32, which wraps and whose ``//`` truncates) and not a constant, ``and``, ``or``
-and ``not`` work on every element of a block, and a block has no truth value. Python knows none of that and lets no object change
-it, so these places, and no others, become calls of the functions that `CALLS` names.
+Compiled, ``x = 2`` makes a number of the machine (int32, which wraps and whose ``//`` truncates) and not a constant, ``and``,
+``or`` and ``not`` work on every element of a block, and a block has no truth value. Python knows none of that and lets no object
+change it, so these places, and no others, become calls of the functions that `CALLS` names.
 """
 
 import ast
@@ -20,23 +20,23 @@ class _Rewriter(ast.NodeTransformer):
     def _call(name: str, node: ast.expr, *args: ast.expr) -> ast.expr:
         return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args) or [node], []), node)
 
-    def visit_Assign(self, node):  # noqa: N802
+    def visit_Assign(self, node):
         self.generic_visit(node)
         node.value = self._call(VALUE, node.value)
         return node
 
-    def visit_AnnAssign(self, node):  # noqa: N802
+    def visit_AnnAssign(self, node):
         constant = ast.unparse(node.annotation).strip("'\"").split(".")[-1] == "constexpr"
         if node.value is None or constant:
             return self.generic_visit(node)
         return self.visit_Assign(ast.copy_location(ast.Assign([node.target], node.value), node))
 
-    def visit_AugAssign(self, node):  # noqa: N802
+    def visit_AugAssign(self, node):
         read = ast.copy_location(ast.Name(getattr(node.target, "id", "?"), ast.Load()), node.target)
         value = ast.copy_location(ast.BinOp(read, node.op, node.value), node)
         return self.visit_Assign(ast.copy_location(ast.Assign([node.target], value), node))
 
-    def visit_Return(self, node):  # noqa: N802
+    def visit_Return(self, node):
         self.generic_visit(node)
         if node.value is not None:
             node.value = self._call(VALUE, node.value)
@@ -49,11 +49,11 @@ class _Rewriter(ast.NodeTransformer):
 
     visit_If = visit_While = visit_IfExp = visit_Assert = _visit_test  # noqa: N815
 
-    def visit_BoolOp(self, node):  # noqa: N802
+    def visit_BoolOp(self, node):
         self.generic_visit(node)
         return self._both(node, AND if isinstance(node.op, ast.And) else OR, node.values)
 
-    def visit_Compare(self, node):  # noqa: N802
+    def visit_Compare(self, node):
         self.generic_visit(node)
         if len(node.ops) == 1:
             return node
@@ -65,23 +65,23 @@ class _Rewriter(ast.NodeTransformer):
         nothing = ast.arguments([], [], None, [], [], None, [])
         return self._call(name, node, *(ast.copy_location(ast.Lambda(nothing, v), v) for v in values))
 
-    def visit_UnaryOp(self, node):  # noqa: N802
+    def visit_UnaryOp(self, node):
         self.generic_visit(node)
         return self._call(NOT, node, node.operand) if isinstance(node.op, ast.Not) else node
 
-    def visit_Attribute(self, node):  # noqa: N802
+    def visit_Attribute(self, node):
         self.generic_visit(node)
         return self._call(UNWRAP, node, node.value) if node.attr == "value" and isinstance(node.ctx, ast.Load) else node
 
 
 def _factory_code(kernel) -> types.CodeType:
-    tree = ast.parse(kernel.src)
+    tree: Any = ast.parse(kernel.src)
     (function,) = tree.body
     function.decorator_list, function.returns = [], None
     function.args.defaults, function.args.kw_defaults = [], [None] * len(function.args.kwonlyargs)
     for arg in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]:
         arg.annotation = None
-    function = _Rewriter().generic_visit(function)
+    _Rewriter().generic_visit(function)
     free = [ast.arg(name) for name in kernel.fn.__code__.co_freevars]
     result = ast.Return(ast.Name(function.name, ast.Load()))
     wrapped = ast.FunctionDef(_FACTORY, ast.arguments([], free, None, [], [], None, []), [function, result], [], type_params=[])

@@ -1,11 +1,15 @@
 """The interpreter's answers are NumPy's: every construct of the language over every dtype it takes."""
 
+import inspect
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jtops.core import binding, interpret
 from jtops.core.compat import tl, triton
+from jtops.errors import InterpreterError
 
 SIGNED, UNSIGNED = ["int8", "int16", "int32", "int64"], ["uint8", "uint16", "uint32", "uint64"]
 INTS = SIGNED + UNSIGNED
@@ -95,7 +99,14 @@ def binary_kernel(x_ptr, y_ptr, o_ptr, OP: tl.constexpr, N: tl.constexpr):
     tl.store(o_ptr + i, z)
 
 
-ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "minimum": np.minimum, "maximum": np.maximum, "where": np.maximum}
+ARITHMETIC = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "where": np.maximum,
+}
 COMPARE = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}
 BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
@@ -202,11 +213,11 @@ def test_signs(dtype):
     same(run(unary_kernel, x, out=((N,), dtype), OP="abs", N=N), np.abs(x))
 
 
-erf = np.vectorize(__import__("math").erf)
+erf = np.vectorize(math.erf)
 MATHS = {
-    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sin": np.sin, "cos": np.cos, "sqrt": np.sqrt, "sqrt_rn": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "floor": np.floor, "ceil": np.ceil, "erf": erf, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "fma": lambda x: x * x + x, "clamp": lambda x: np.clip(x, -1, 1),
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sin": np.sin, "cos": np.cos, "sqrt": np.sqrt,
+    "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "floor": np.floor, "ceil": np.ceil, "erf": erf,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "fma": lambda x: x * x + x, "clamp": lambda x: np.clip(x, -1, 1),
 }  # fmt: skip
 
 
@@ -217,7 +228,9 @@ def test_maths(dtype):
         if dtype == "float64" and op == "sqrt_rn":
             continue
         got = run(unary_kernel, x, out=((N,), dtype), OP=op, N=N)
-        np.testing.assert_allclose(got, truth(x.astype(np.float64)), rtol=4 * np.finfo(dtype).eps, atol=1e-7 if dtype == "float32" else 1e-15, err_msg=op)
+        np.testing.assert_allclose(
+            got, truth(x.astype(np.float64)), rtol=4 * np.finfo(dtype).eps, atol=1e-7 if dtype == "float32" else 1e-15, err_msg=op
+        )
 
 
 @triton.jit
@@ -248,12 +261,19 @@ def test_casts(source):
     for to in ALL:
         if (source in FP8 and to in ("bool", *INTS)) or (to in FP8 and source in ("bool", *INTS)):
             continue  # Triton has no such casts
-        want = x.astype(np.float64).astype(dtype_of(to)) if to in FP8 else x.astype(np.float64).astype("int64" if to in INTS else dtype_of(to)).astype(dtype_of(to))
+        want = (
+            x.astype(np.float64).astype(dtype_of(to))
+            if to in FP8
+            else x.astype(np.float64).astype("int64" if to in INTS else dtype_of(to)).astype(dtype_of(to))
+        )
         same(run(cast_kernel, x, out=((N,), to), N=N), want)
         same(run(implicit_kernel, x, out=((N,), to), N=N), want)
 
 
-@pytest.mark.parametrize(("source", "to"), [("float16", f) for f in FP8] + [("bfloat16", f) for f in FP8] + [("float16", "bfloat16"), ("bfloat16", "float16")])
+@pytest.mark.parametrize(
+    ("source", "to"),
+    [("float16", f) for f in FP8] + [("bfloat16", f) for f in FP8] + [("float16", "bfloat16"), ("bfloat16", "float16")],
+)
 def test_rounding_of_every_pattern(source, to):
     """Case 50: all 65536 patterns, NaN and infinities among them, round to nearest even as ml_dtypes does."""
     x = np.arange(65536, dtype=np.uint16).view(dtype_of(source))
@@ -265,7 +285,11 @@ def test_rounding_of_every_pattern(source, to):
 @pytest.mark.parametrize("dtype", [*INTS, *FLOATS, *FP8])
 def test_bitcasts(dtype):
     x = numbers(dtype)
-    for to in (f"int{8 * x.itemsize}", f"uint{8 * x.itemsize}", *(f for f in (*FLOATS, *FP8) if dtype_of(f).itemsize == x.itemsize)):
+    for to in (
+        f"int{8 * x.itemsize}",
+        f"uint{8 * x.itemsize}",
+        *(f for f in (*FLOATS, *FP8) if dtype_of(f).itemsize == x.itemsize),
+    ):
         got = run(bits_kernel, x, out=((N,), to), N=N)
         assert got.tobytes() == x.tobytes()
 
@@ -382,20 +406,30 @@ def descriptor_kernel(x_ptr, o_ptr, M, N: tl.constexpr, B: tl.constexpr, PAD: tl
             o.store([i, j], x.load([i, j]))
 
 
-@pytest.mark.parametrize("dtype", [*INTS, *FLOATS, *FP8])
-@pytest.mark.parametrize("pad", ["zero", "nan"])
-def test_block_pointers_and_descriptors(dtype, pad):
-    if pad == "nan" and dtype in INTS:
-        return
+PADS = [(d, "zero") for d in (*INTS, *FLOATS, *FP8)] + [(d, "nan") for d in (*FLOATS, *FP8)]
+
+
+def padded(x, rows, pad):
+    want = np.full((rows, x.shape[1]), 0 if pad == "zero" else np.nan, np.float64).astype(x.dtype)
+    want[: len(x)] = x
+    return want
+
+
+@pytest.mark.parametrize(("dtype", "pad"), PADS)
+def test_block_pointers(dtype, pad):
     x = numbers(dtype, shape=(5, 8))
-    want = np.full((8, 8), 0 if pad == "zero" else np.nan, np.float64).astype(x.dtype)
-    want[:5] = x
-    same(run(block_pointer_kernel, x, out=((8, 8), dtype), M=5, N=8, PAD=pad), want)
-    block = max(16 // x.itemsize, 4)
+    if "have been removed" in inspect.getsource(tl.make_block_ptr):  # Triton 3.9
+        with pytest.raises(InterpreterError, match="removed in favor of the tensor descriptor"):
+            run(block_pointer_kernel, x, out=((8, 8), dtype), M=5, N=8, PAD=pad)
+    else:
+        same(run(block_pointer_kernel, x, out=((8, 8), dtype), M=5, N=8, PAD=pad), padded(x, 8, pad))
+
+
+@pytest.mark.parametrize(("dtype", "pad"), PADS)
+def test_descriptors(dtype, pad):
+    block = max(16 // dtype_of(dtype).itemsize, 4)
     x = numbers(dtype, shape=(5, 2 * block))
-    want = np.full((8, 2 * block), 0 if pad == "zero" else np.nan, np.float64).astype(x.dtype)
-    want[:5] = x
-    same(run(descriptor_kernel, x, out=((8, 2 * block), dtype), M=5, N=2 * block, B=block, PAD=pad), want)
+    same(run(descriptor_kernel, x, out=((8, 2 * block), dtype), M=5, N=2 * block, B=block, PAD=pad), padded(x, 8, pad))
 
 
 @triton.jit
@@ -470,7 +504,9 @@ def test_dot(dtype, out, out_dtype):
 
 
 @triton.jit
-def reduce_kernel(x_ptr, o_ptr, OP: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr):
+def reduce_kernel(
+    x_ptr, o_ptr, OP: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, L: tl.constexpr
+):
     x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
     if OP == "sum":
         y = tl.sum(x, AXIS, keep_dims=KEEP)
@@ -498,8 +534,10 @@ REDUCE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", INTS + FLOATS)
-@pytest.mark.parametrize("axis", [0, 1, None])
+SOME = ["int32", "uint8", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(("dtype", "axis"), [(d, 1) for d in INTS + FLOATS] + [(d, axis) for d in SOME for axis in (0, None)])
 def test_reductions(dtype, axis):
     x = numbers(dtype, shape=(4, 8))
     for op, truth in REDUCE.items():
@@ -527,16 +565,21 @@ def scan_kernel(x_ptr, o_ptr, OP: tl.constexpr, AXIS: tl.constexpr, FLAG: tl.con
     tl.store(o_ptr + i, y)
 
 
-@pytest.mark.parametrize("dtype", INTS + FLOATS)
-@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize(("dtype", "flag"), [(d, False) for d in INTS + FLOATS] + [(d, True) for d in SOME])
 def test_scans_and_sorts(dtype, flag):
     x = numbers(dtype, low=1, high=3, shape=(4, 8))
     turn = lambda a, axis: np.flip(a, axis) if flag else a
     for axis in (0, 1):
         kept = {"dtype": x.dtype}
         wide = {"dtype": np.float64} if dtype not in INTS else kept
-        same(run(scan_kernel, x, out=(x.shape, dtype), OP="cumsum", AXIS=axis, FLAG=flag, M=4, N=8), turn(np.cumsum(turn(x, axis), axis, **wide), axis))
-        same(run(scan_kernel, x, out=(x.shape, dtype), OP="cumprod", AXIS=axis, FLAG=flag, M=4, N=8), turn(np.cumprod(turn(x, axis), axis, **wide), axis))
+        same(
+            run(scan_kernel, x, out=(x.shape, dtype), OP="cumsum", AXIS=axis, FLAG=flag, M=4, N=8),
+            turn(np.cumsum(turn(x, axis), axis, **wide), axis),
+        )
+        same(
+            run(scan_kernel, x, out=(x.shape, dtype), OP="cumprod", AXIS=axis, FLAG=flag, M=4, N=8),
+            turn(np.cumprod(turn(x, axis), axis, **wide), axis),
+        )
         same(run(scan_kernel, x, out=(x.shape, dtype), OP="flip", AXIS=axis, FLAG=flag, M=4, N=8), np.flip(x, axis))
     x = numbers(dtype, low=-50, high=50, shape=(4, 8))
     same(run(scan_kernel, x, out=(x.shape, dtype), OP="sort", AXIS=1, FLAG=flag, M=4, N=8), turn(np.sort(x, 1), 1))
@@ -563,10 +606,24 @@ def shapes_kernel(x_ptr, y_ptr, o_ptr, N: tl.constexpr):
     tl.store(o_ptr + 12 * N + i, tl.zeros_like(x))
 
 
+@pytest.mark.filterwarnings("ignore:tl.cat")  # its one form in Triton 3.6 is deprecated in 3.9
 @pytest.mark.parametrize("dtype", [*INTS, *FLOATS, *FP8])
 def test_shapes(dtype):
     x, y = numbers(dtype), numbers(dtype, 1)
-    want = [x, y, np.stack([x, y], 1).reshape(-1), x, y, x.reshape(4, -1).T.reshape(-1), x.reshape(4, -1).T.reshape(-1), y.reshape(2, -1).T.reshape(-1), x[::-1], x, np.ones_like(x), np.zeros_like(x)]
+    want = [
+        x,
+        y,
+        np.stack([x, y], 1).reshape(-1),
+        x,
+        y,
+        x.reshape(4, -1).T.reshape(-1),
+        x.reshape(4, -1).T.reshape(-1),
+        y.reshape(2, -1).T.reshape(-1),
+        x[::-1],
+        x,
+        np.ones_like(x),
+        np.zeros_like(x),
+    ]
     same(run(shapes_kernel, x, y, out=((13 * N,), dtype), N=N), np.concatenate(want))
 
 
@@ -579,7 +636,7 @@ def histogram_kernel(x_ptr, o_ptr, m_ptr, k_ptr, N: tl.constexpr):
     tl.store(k_ptr + tl.arange(0, 4), tl.topk(x, 4))
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "int8"])
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
 def test_histogram_and_topk(dtype):
     x = numbers(dtype, low=0, high=8)
     whole, masked, top = run(histogram_kernel, x, out=[((8,), "int32")] * 2 + [((4,), dtype)], N=N)

@@ -1,6 +1,5 @@
-"""What Python says in a kernel means what compiled Triton takes it to mean: each case by the interpreter here and by the GPU there."""
+"""What Python says in a kernel means what compiled Triton takes it to mean, by the interpreter here and by the GPU there."""
 
-import collections
 import threading
 
 import jax
@@ -14,7 +13,7 @@ from jtops.core.compat import tl, triton
 N = 32
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]
 modes = pytest.mark.parametrize("interpret", MODES)
-I, X = np.arange(N, dtype=np.int32), np.linspace(-4, 4, N, dtype=np.float32)
+POS, X = np.arange(N, dtype=np.int32), np.linspace(-4, 4, N, dtype=np.float32)
 
 
 def run(kernel, *args, out=X, interpret=True, **kwargs):
@@ -25,7 +24,7 @@ def run(kernel, *args, out=X, interpret=True, **kwargs):
 def bool_ops_kernel(x_ptr, o_ptr, n, N: tl.constexpr):
     i = tl.arange(0, N)
     x = tl.load(x_ptr + i)
-    odd = not (i % 2 == 0)
+    odd = not (i % 2 == 0)  # noqa: SIM201
     y = 0
     if (n > 3 and n < 100) or N == 1:
         y = 1
@@ -207,9 +206,9 @@ def best_so_far(x):
 THIRD = np.float32(0.3333333)
 W = np.random.default_rng(0).permutation(N).astype(np.float32)
 CASES = {
-    "bool ops": (bool_ops_kernel, (X,), {"n": 5, "N": N}, X, np.where((X > 0) & (I % 2 == 1), X, 0) + 1),
-    "bool ops, other way": (bool_ops_kernel, (X,), {"n": 2, "N": N}, X, np.where((X > 0) & (I % 2 == 1), X, 0) + 2),
-    "constants": (constants_kernel, (), {"n": 2, "N": N}, I[:7], [2, -1, -2, 5, 4, -1, N + 2]),
+    "bool ops": (bool_ops_kernel, (X,), {"n": 5, "N": N}, X, np.where((X > 0) & (POS % 2 == 1), X, 0) + 1),
+    "bool ops, other way": (bool_ops_kernel, (X,), {"n": 2, "N": N}, X, np.where((X > 0) & (POS % 2 == 1), X, 0) + 2),
+    "constants": (constants_kernel, (), {"n": 2, "N": N}, POS[:7], [2, -1, -2, 5, 4, -1, N + 2]),
     "promotion": (
         promotion_kernel, (jnp.asarray(X, jnp.bfloat16),), {"N": N}, np.zeros(2 * N, np.float32),
         np.concatenate([bf16(bf16(X) * bf16(THIRD)), bf16(X) * THIRD]),
@@ -299,6 +298,32 @@ def philox(seed, i):
         c = [(b >> 32) ^ c[1] ^ key[0], b & low, (a >> 32) ^ c[3] ^ key[1], a & low]
         key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
     return c[0]
+
+
+@modes
+@pytest.mark.spec("thread use (kernel call from worker thread)")
+def test_eight_threads_at_once(interpret):
+    """Each thread's first call of another kernel under jit, all behind one barrier."""
+    names = list(CASES)[:8]
+    barrier, failures = threading.Barrier(8), []
+
+    def work(name):
+        kernel, args, constants, out, want = CASES[name]
+        f = jax.jit(lambda *a: jtops.triton_call(*a, kernel=kernel, out_type=out, grid=1, interpret=interpret, **constants))
+        try:
+            barrier.wait()
+            for _ in range(3):
+                got = f(*args)
+                np.testing.assert_allclose(got, np.asarray(want, got.dtype), rtol=1e-6)
+        except BaseException as error:
+            failures.append((name, error))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert failures == []
 
 
 @modes
