@@ -22,6 +22,15 @@ def _tokamax_attention(q, k, v, *, causal=False):
     return lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=bool(causal))
 
 
+def _flash_attention_3(q, k, v, *, causal=False):
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    package = importlib.import_module("dew_flash_attn")  # FlashAttention-3's kernels for JAX; its causal mask ends at the last key
+    if causal and q.shape[1] != k.shape[1]:
+        return None
+    return lambda q, k, v: package.flash_mha(q, k, v, is_causal=bool(causal))
+
+
 def _plain_matmul(a, b, bias, residual, *, activation=None):
     """As one writes it: the product rounded to its dtype, and the rest fused by XLA as far as it goes."""
 
@@ -35,5 +44,6 @@ def _plain_matmul(a, b, bias, residual, *, activation=None):
 
 
 PEERS = {"flash_attention": {"cudnn": _cudnn_attention}, "matmul": {"jnp": _plain_matmul}}
-if importlib.util.find_spec("tokamax"):
-    PEERS["flash_attention"]["tokamax"] = _tokamax_attention
+for name, package, peer in (("tokamax", "tokamax", _tokamax_attention), ("fa3", "dew_flash_attn", _flash_attention_3)):
+    if importlib.util.find_spec(package):
+        PEERS["flash_attention"][name] = peer

@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jtops import config, errors
 from jtops.core.call import triton_call
+from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.launch import Config
@@ -15,6 +16,7 @@ from jtops.kernels.softmax import softmax
 
 __all__ = [
     "Config",
+    "TensorDescriptor",
     "UnsupportedError",
     "add",
     "cdiv",

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from jtops.core import compat
-from jtops.core.types import Bound, Constexpr, Operand, Result, as_scalar, triton_type
+from jtops.core.descriptor import TensorDescriptor, bound_descriptor
+from jtops.core.inplace import alias_pairs
+from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, triton_type
 
 
 def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, int]:
@@ -26,7 +28,7 @@ def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, in
     return x, y, z
 
 
-def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) -> tuple[tuple[str, Any], ...]:
+def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options, debug=False) -> tuple[tuple[str, Any], ...]:
     """The compiler options that a call names, checked, sorted by name."""
     named = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
     options = {k: v for k, v in named.items() if v is not None}
@@ -37,6 +39,10 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) -> 
                 f"kernel {kernel.__name__}: {key} must be a positive {'power of two' if power else 'int'}; got {value!r}."
             )
         options[key] = int(value)
+    if debug:
+        options["debug"] = True
+    if options.get("num_ctas", 1) > 8:
+        raise ValueError(f"kernel {kernel.__name__}: num_ctas must be at most 8, the largest portable cluster; got {num_ctas}.")
     for key, value in (backend_options or {}).items():
         if key not in compat.BACKEND_OPTIONS:
             raise TypeError(
@@ -51,18 +57,13 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) -> 
     return tuple(sorted(options.items()))
 
 
-def checked_out_type(kernel):
-    """A function that returns a leaf of `out_type` if it is one, and raises TypeError otherwise."""
-
-    def check(leaf):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(
-                f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}."
-            )
-        triton_type(leaf.dtype)
-        return leaf
-
-    return check
+def out_array(kernel, leaf) -> jax.ShapeDtypeStruct:
+    """The type of the array that a leaf of `out_type` asks for; TypeError if it asks for none."""
+    leaf = leaf.base if isinstance(leaf, TensorDescriptor) else leaf
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}.")
+    triton_type(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _check_hashable(kernel, what, value):
@@ -109,8 +110,12 @@ def called_grid(grid, meta, kernel):
         ) from None
 
 
-def bind(kernel, args, kwargs, options, outs) -> tuple[Bound, list]:
-    """Give every parameter of the kernel its value; -> (bound parameters, array operands)."""
+def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[Bound, list, tuple[tuple[int, int], ...]]:
+    """Give every parameter of the kernel its value; -> (bound parameters, array operands, aliased (operand, output) pairs).
+
+    `aliases` maps operands, counted over the parameters that are not constexpr, tuples flattened, to outputs; those outputs have no
+    parameter of their own.
+    """
     params, signature = {p.name: p for p in kernel.params}, _signature(kernel)
     positional = [p for n, p in params.items() if n not in kwargs]
     if len(args) > len(positional):
@@ -119,8 +124,8 @@ def bind(kernel, args, kwargs, options, outs) -> tuple[Bound, list]:
         )
     given = {p.name: a for p, a in zip(positional, args, strict=False)} | kwargs
     arrays: list = []
-    bound: dict = {}
-    free = []
+    bound: dict[str, Any] = {}
+    free: list[str] = []
     for n, p in params.items():
         if n in given:
             bound[n] = _bind_one(kernel, p, given[n], arrays)
@@ -133,18 +138,36 @@ def bind(kernel, args, kwargs, options, outs) -> tuple[Bound, list]:
         else:
             bound[n] = None
             free.append(n)
-    if len(free) != len(outs):
+    own = [i for i in range(len(outs)) if i not in aliases.values()]
+    if len(free) != len(own):
         raise ValueError(
-            f"triton_call: out_type has {len(outs)} outputs, but the arguments leave {len(free)} parameters of {signature} unbound"
-            f"{': ' + ', '.join(free) if free else ''}. Each output needs one pointer parameter, each other parameter an argument."
+            f"triton_call: out_type has {len(own)} {'unaliased ' if aliases else ''}outputs, but the arguments leave {len(free)} "
+            f"parameters of {signature} unbound{': ' + ', '.join(free) if free else ''}. Each output needs one pointer parameter, "
+            "each other parameter an argument."
+            + (" An aliased output has none: the kernel writes through its operand's pointer." if aliases else "")
         )
-    bound |= {n: Result(i) for i, n in enumerate(free)}
-    return tuple((n, bound[n]) for n in params), arrays
+    for i, n in zip(own, free, strict=True):
+        bound[n] = _described(kernel, n, outs[i], Result(i)) if isinstance(outs[i], TensorDescriptor) else Result(i)
+    operands = tuple((n, bound[n]) for n, p in params.items() if n in given and not p.is_constexpr)
+    types = [out_array(kernel, out) for out in outs]
+    return tuple((n, bound[n]) for n in params), arrays, alias_pairs(kernel, aliases, operands, arrays, types)
+
+
+def _described(kernel, name, given, array) -> Descriptor:
+    return bound_descriptor(given, array, compat.is_gluon(kernel), f"kernel {kernel.__name__}: parameter {name!r}")
 
 
 def _bind_one(kernel, param, value, arrays):
     value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
-    if isinstance(value, jax.Array) or (isinstance(value, np.ndarray) and not param.is_constexpr):
+    if isinstance(value, compat.TransformedRef):
+        raise TypeError(f"kernel {kernel.__name__}: parameter {param.name!r} takes a whole Ref; got a part of one, {value}.")
+    if isinstance(value, tuple | list) and value and not param.is_constexpr:
+        items = tuple(_bind_one(kernel, param, item, arrays) for item in value)
+        return Items(items, type(value) if hasattr(value, "_fields") else tuple)
+    if isinstance(value, TensorDescriptor):
+        arrays.append(value.base)
+        return _described(kernel, param.name, value, Operand(len(arrays) - 1))
+    if isinstance(value, jax.Array | jax.Ref) or (isinstance(value, np.ndarray) and not param.is_constexpr):
         if param.is_constexpr:
             raise TypeError(
                 f"kernel {kernel.__name__}: parameter {param.name!r} is a compile-time constant, but got an array or traced value "
@@ -159,7 +182,7 @@ def _bind_one(kernel, param, value, arrays):
     scalar = as_scalar(value)
     if scalar is None:
         raise TypeError(
-            f"kernel {kernel.__name__}: parameter {param.name!r} takes an array, a number or None; got {value!r} of type "
-            f"{type(value).__name__}."
+            f"kernel {kernel.__name__}: parameter {param.name!r} takes an array, a number, None or a tuple of these; got {value!r} "
+            f"of type {type(value).__name__}."
         )
     return scalar

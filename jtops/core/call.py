@@ -1,18 +1,18 @@
 """triton_call: a Triton kernel as a JAX operation."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jtops import config
-from jtops.core import compat, lowering, target
-from jtops.core.binding import bind, called_grid, check_keywords, checked_out_type, launch_options, normalize_grid
+from jtops.core import compat, inplace, lowering, target
+from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
 
@@ -35,17 +35,32 @@ class KernelCall:
     has_side_effect: bool
     cost: tuple[tuple[str, int], ...] | None
     metadata: bytes
+    aliases: tuple[tuple[int, int], ...] = ()  # (array operand, output) that are one buffer; the output has no parameter
+    zeroed: tuple[int, ...] = ()  # outputs set to zero before each launch
 
 
 triton_call_p = Primitive("triton_call")
 triton_call_p.multiple_results = True
-triton_call_p.def_impl(lambda *args, call: compat.apply_primitive(triton_call_p, *args, call=call))
 
 
-@triton_call_p.def_abstract_eval
+@triton_call_p.def_impl
+def _run_eagerly(*args, call):
+    if any(isinstance(x, jax.Ref) for x in args):
+        with jax.disable_jit(False):  # a Ref is turned into values where a jitted function is compiled
+            return _jitted(call)(*args)
+    return compat.apply_primitive(triton_call_p, *args, call=call)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(call):
+    return jax.jit(functools.partial(triton_call_p.bind, call=call))
+
+
+@triton_call_p.def_effectful_abstract_eval
 def _abstract_eval(*args, call):
     varying = frozenset().union(*map(compat.varying_axes, args))
-    return [compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
+    types = [compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
+    return types, compat.effects_of(args, call.has_side_effect)
 
 
 def _no_derivative(primals, tangents, *, call):
@@ -64,6 +79,8 @@ def _no_batching(args, dims, *, call):
 
 ad.primitive_jvps[triton_call_p] = _no_derivative
 batching.primitive_batchers[triton_call_p] = _no_batching
+compat.keep_unused(triton_call_p)
+compat.discharge(triton_call_p, functools.partial(inplace.discharged, triton_call_p))
 lowering.register(triton_call_p)
 
 
@@ -78,7 +95,10 @@ def triton_call(
     num_ctas: int | None = None,
     compute_capability: int | str | None = None,
     backend_options: Mapping[str, Any] | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    zeroed_outputs: Sequence[int] | Callable[[dict[str, Any]], Sequence[int]] = (),
     interpret: bool | None = None,
+    debug: bool = False,
     has_side_effect: bool = False,
     cost_estimate: Mapping[str, int] | None = None,
     serialized_metadata: bytes = b"",
@@ -87,19 +107,33 @@ def triton_call(
     """Call a Triton kernel with JAX arrays; works under ``jax.jit``, in ``shard_map`` and in scans.
 
     Positional arguments bind to the kernel's parameters in order, skipping those given by keyword. The pointer parameters
-    that remain are the outputs, one per leaf of `out_type`, in order; constexpr parameters that remain take their defaults.
+    that remain are the outputs, one per leaf of `out_type`, in order; constexpr parameters that remain take their defaults. A
+    `TensorDescriptor` in an array's place is read or written by TMA.
+
+    A kernel changes an array in place in two ways: a ``jax.new_ref`` operand is read and written through its pointer, and so is an
+    operand that `input_output_aliases` gives to an output. Without donation (``jax.jit(..., donate_argnames=...)``) XLA
+    copies the operand first, so that the caller's array stays as it was.
 
     Args:
-      *args: arrays (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values.
+      *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
+        and tuples of these, which the kernel gets as tuples.
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function.
-      out_type: pytree whose leaves have ``.shape`` and ``.dtype``; the result has the same structure.
+      out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
+        structure.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
         to those. A grid with a zero launches nothing and returns zeros.
       name: name of the launch in profiles. Default: the kernel's.
       num_warps, num_stages, num_ctas: as for ``triton.jit`` launches; None takes Triton's default for the target.
       compute_capability: GPU to compile for where it is not the device itself: 90, "sm_90", "gfx942".
       backend_options: further options of Triton's compiler by name, such as ``enable_fp_fusion`` or ``maxnreg``.
+      input_output_aliases: ``{operand: output}``: that output is that operand, changed by the kernel through the operand's pointer;
+        it has no parameter of its own. Operands are counted over the parameters that are not constexpr, tuples flattened,
+        numbers included; outputs over the leaves of `out_type`. Not together with Refs.
+      zeroed_outputs: indices of outputs to set to zero before each launch, aliased ones included; or a function from a dict as for
+        `grid` to those.
       interpret: run the kernel with NumPy on the host. None: if ``jtops.config.implementation`` says so.
+      debug: print the kernel's intermediate texts and machine code whenever it is lowered, keep them in files (see
+        ``jtops.core.dump``), and compile its ``tl.device_assert``.
       has_side_effect: keep the call even if its results are unused.
       cost_estimate: ``{"flops": ..., "bytes_accessed": ...}`` for profilers.
       serialized_metadata: opaque bytes kept in the launch record.
@@ -110,22 +144,23 @@ def triton_call(
 
     Raises:
       TypeError: unknown, missing or surplus argument; a dtype Triton lacks; an unhashable constant; not a kernel.
-      ValueError: malformed grid; `out_type` does not match the kernel's remaining pointers; integer beyond 64 bits.
+      ValueError: malformed grid; `out_type` does not match the kernel's remaining pointers; integer beyond 64 bits; aliases that
+        are no bijection, or of arrays that differ in shape or dtype.
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
     function = compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
-    options = launch_options(function, num_warps, num_stages, num_ctas, backend_options)
+    options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug)
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
-    outs = tuple(
-        jax.ShapeDtypeStruct(t.shape, jax.dtypes.canonicalize_dtype(t.dtype)) for t in map(checked_out_type(function), leaves)
-    )
-    bound, arrays = bind(function, args, kwargs, options, outs)
+    outs = tuple(out_array(function, leaf) for leaf in leaves)
+    wanted = inplace.checked_aliases(function, input_output_aliases, outs)
+    bound, arrays, aliases = bind(function, args, kwargs, options, leaves, wanted)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
     grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
+    zeroed = inplace.zeroed_indices(function, zeroed_outputs, meta, outs)
     if 0 in grid3:
-        return tree.unflatten([jnp.zeros(t.shape, t.dtype) for t in outs])
+        return tree.unflatten(inplace.without_launch(outs, aliases, zeroed, arrays))
     call = KernelCall(
         kernel=function,
         bound=bound,
@@ -138,6 +173,8 @@ def triton_call(
         has_side_effect=has_side_effect,
         cost=None if cost_estimate is None else tuple(sorted(cost_estimate.items())),
         metadata=serialized_metadata,
+        aliases=aliases,
+        zeroed=zeroed,
     )
     return tree.unflatten(triton_call_p.bind(*compat.vary_together(arrays), call=call))
 

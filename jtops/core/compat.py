@@ -4,6 +4,7 @@ Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows
 keeps the Python function so that op files import, and using a kernel raises one clear error.
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -13,9 +14,13 @@ from typing import Any
 
 import jax
 from jax._src import config as jax_config
-from jax._src import core, dispatch
+from jax._src import core, dispatch, effects
 from jax._src.callback import emit_python_callback
+from jax._src.interpreters import partial_eval
+from jax._src.interpreters.mlir import full_like_aval
 from jax._src.lib import gpu_triton
+from jax._src.state.discharge import register_discharge_rule
+from jax._src.state.types import AbstractRef, ReadEffect, TransformedRef, WriteEffect
 from jax.interpreters import ad, mlir
 
 MIN_JAX, MIN_TRITON = (0, 11, 2), (3, 6)
@@ -24,11 +29,15 @@ __all__ = [
     "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
+    "TransformedRef",
     "ad",
     "apply_primitive",
     "config_state",
+    "discharge",
+    "effects_of",
     "gpu_triton",
     "host_callback",
+    "keep_unused",
     "kernel_function",
     "kernel_key",
     "load_interpreter_module",
@@ -41,6 +50,7 @@ __all__ = [
     "triton",
     "vary_together",
     "varying_axes",
+    "zeros",
 ]
 
 
@@ -81,13 +91,15 @@ def needs_devices_to_lower(primitive) -> None:
 
 def varying_axes(x) -> frozenset[str]:
     """Mesh axes over which `x`, a value or its type, differs from device to device inside shard_map."""
-    return (x if isinstance(x, core.ShapedArray) else jax.typeof(x)).manual_axis_type.varying
+    return (x if isinstance(x, core.AbstractValue) else jax.typeof(x)).manual_axis_type.varying
 
 
 def vary_together(arrays):
     """Inside shard_map, mark every array as varying over the axes any of them varies over. The transpose of that mark is the
     sum over devices that the gradient of a shared operand needs; without it, it would silently be missing."""
     varying = frozenset().union(*map(varying_axes, arrays))
+    if any(isinstance(x, jax.Ref) and varying_axes(x) != varying for x in arrays):
+        raise ValueError(f"a Ref that is the same along mesh axes {tuple(varying)} cannot take what differs along them.")
     return [jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if (missing := varying - varying_axes(x)) else x for x in arrays]
 
 
@@ -102,16 +114,56 @@ def symbolic_zero(x):
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
+@dataclasses.dataclass(frozen=True)
+class _SideEffect(effects.Effect):
+    """Keeps a call whose results nobody uses, through every transformation."""
+
+
+for _kinds in ("lowerable", "control_flow_allowed", "remat_allowed", "custom_derivatives_allowed", "partial_eval_kept"):
+    getattr(effects, f"{_kinds}_effects").add_type(_SideEffect)
+
+
+def effects_of(args, has_side_effect: bool) -> set:
+    """The effects of a call with operands of types `args`: Refs are read and written, one cannot know which."""
+    refs = [i for i, a in enumerate(args) if isinstance(a, AbstractRef)]
+    return {kind(i) for i in refs for kind in (ReadEffect, WriteEffect)} | ({_SideEffect()} if has_side_effect else set())
+
+
+def keep_unused(primitive) -> None:
+    """Keep calls of `primitive`, and all that they take, where nothing uses their results."""
+    partial_eval.dce_rules[primitive] = lambda used, equation: ([True] * len(equation.invars), equation)
+
+
+def discharge(primitive, rule) -> None:
+    """``rule(refs, *args, **params)`` gives (values of the Refs, results) of a call on values in place of Refs.
+
+    `refs` maps the place of each Ref among `args` to its type.
+    """
+
+    def discharged(ctx, *args, **params):
+        chosen = zip(ctx.in_avals, ctx.should_discharge, strict=True)
+        refs = {i: a.inner_aval for i, (a, wanted) in enumerate(chosen) if wanted and isinstance(a, AbstractRef)}
+        values, results = rule(refs, *args, **params)
+        return [values.get(i) for i in range(len(args))], results
+
+    register_discharge_rule(primitive)(discharged)
+
+
 def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
     """(manual axes, all axes) when `ctx` lowers the body of a shard_map, else None."""
     axes = ctx.module_context.axis_context
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
 
 
-def host_callback(ctx, fn, *operands):
+def zeros(ctx, aval):
+    """An array of zeros of type `aval`, in the program being lowered."""
+    return full_like_aval(ctx, 0, aval)
+
+
+def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
     """Lower a call of the NumPy function `fn` on the host, on a platform whose buffers the host cannot address."""
     results, _, _ = emit_python_callback(
-        ctx, fn, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False, returns_token=False
+        ctx, fn, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=has_side_effect, returns_token=False
     )
     return results
 
@@ -127,6 +179,8 @@ try:
     from triton.compiler import ASTSource
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.language import str_to_ty
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -175,6 +229,11 @@ def kernel_function(kernel) -> Any:
     raise TypeError(f"triton_call: kernel must be a @triton.jit function; got {kernel!r} of type {type(kernel).__name__}.")
 
 
+def is_gluon(kernel) -> bool:
+    """Is the kernel written in Gluon, not in Triton?"""
+    return isinstance(kernel, GluonJITFunction)
+
+
 def kernel_key(kernel) -> str:
     """What tells a kernel from every other by content: its source, its helpers' and the constants they see."""
     try:
@@ -183,6 +242,16 @@ def kernel_key(kernel) -> str:
         if not INTERPRET_MODE:
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:
+    """Gluon's shared-memory layout of a block that TMA copies."""
+    return NVMMASharedLayout.get_default_for(list(block_shape), str_to_ty(triton_type, None))
+
+
+def tma_data_type(elem_type: int, tf32: bool) -> int:
+    """CUtensorMapDataType of the element type in Triton's record of a descriptor, which numbers those after 7 otherwise."""
+    return 11 if tf32 else {8: 10, 9: 8, 10: 9}.get(elem_type, elem_type)
 
 
 def load_interpreter_module() -> Any:

@@ -9,8 +9,10 @@ from typing import Any
 
 from jtops.core import compat
 from jtops.core.target import Target
-from jtops.core.types import Bound, Constexpr, Scalar, specialization
+from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
 from jtops.errors import KernelCompileError
+
+MAX_TENSOR_MEMORY = 512  # columns, of Blackwell's tensor memory (PTX ISA, tcgen05)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +27,7 @@ class CompiledKernel:
     shared_bytes: int
     scratch_bytes: int
     scratch_align: int
+    descriptors: tuple[dict, ...]  # of the tensor descriptors, in order; empty where the GPU has no TMA
     folded: frozenset[str]  # scalars compiled in because they equal 1: the launch leaves them out
     triton_kernel: Any  # Triton's own object, for its intermediate texts
 
@@ -34,7 +37,7 @@ _lock = threading.Lock()  # guards the dict above, never held while compiling
 
 
 def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[tuple[str, Any], ...], target: Target):
-    """The compiled form of `kernel` with `bound` parameters; `types` names the Triton type of every array parameter.
+    """The compiled form of `kernel` with `bound` parameters; `types` gives the Triton type of every array by parameter name.
 
     Threads that ask for one kernel at the same time compile it once and share the result, or its error.
     """
@@ -43,13 +46,12 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
             f"kernel {kernel.__name__}: TRITON_INTERPRET was set when Triton was imported, which keeps it from compiling in this "
             "process. Unset it; interpret=True and jtops.config.interpret() need no variable."
         )
-    signature = {}
-    for name, param in bound:
-        signature[name] = types[name] if name in types else param.type if isinstance(param, Scalar) else param
-    attributes = tuple(specialization(param) is not None for _, param in bound)
-    ones = frozenset(
-        n for n, p in bound if isinstance(p, Scalar) and not isinstance(p.value, bool) and p.value == 1 and p.type == "i32"
-    )
+    if (ctas := dict(options).get("num_ctas", 1)) > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
+        raise ValueError(f"kernel {kernel.__name__}: num_ctas={ctas} needs clusters, from sm_90 on; compiling for {target}.")
+    declared = kernel.params
+    signature = {name: types.get(name) or (p.type if isinstance(p, Scalar) else p) for _, name, p in leaves(bound)}
+    attributes = tuple(specialization(p, declared[path[0]]) is not None for path, _, p in leaves(bound))
+    ones = frozenset(name for path, name, p in leaves(bound) if folds(p, declared[path[0]]))
     key = (compat.kernel_key(kernel), tuple(signature.items()), attributes, ones, options, target)
     with _lock:
         future, mine = (_compiled[key], False) if key in _compiled else (_compiled.setdefault(key, Future()), True)
@@ -81,6 +83,11 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
             f"kernel {kernel.__name__}: needs {meta.shared} bytes of shared memory, {target} has {target.max_shared_bytes} for a "
             f"program; use smaller blocks or fewer stages. Options: {options}."
         )
+    if (columns := getattr(meta, "tmem_size", None) or 0) > MAX_TENSOR_MEMORY:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: needs {columns} columns of tensor memory, {target} has {MAX_TENSOR_MEMORY}; use "
+            f"smaller blocks or fewer accumulators. Options: {options}."
+        )
     return CompiledKernel(
         name=meta.name,
         target=target,
@@ -90,18 +97,33 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
         shared_bytes=meta.shared,
         scratch_bytes=getattr(meta, "global_scratch_size", 0) or 0,
         scratch_align=getattr(meta, "global_scratch_align", 1) or 1,
+        descriptors=tuple(getattr(meta, "tensordesc_meta", None) or ()),
         folded=folded,
         triton_kernel=compiled,
     )
 
 
 def _run_triton(kernel, bound, signature, folded, options, target):
-    constants = {n: p.value for n, p in bound if isinstance(p, Constexpr)} | dict.fromkeys(folded, 1)
-    source = (compat.GluonASTSource if isinstance(kernel, compat.GluonJITFunction) else compat.ASTSource)(
+    declared = kernel.params
+    constants = {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)} | dict.fromkeys(folded, 1)
+    paths = {name: path for path, name, _ in leaves(bound)}
+    names = iter(paths)
+
+    def triton_types(param):
+        if isinstance(param, Items):
+            return param.of(map(triton_types, param.items))
+        name = next(names)
+        return "constexpr" if name in constants else signature[name]
+
+    source = (compat.GluonASTSource if compat.is_gluon(kernel) else compat.ASTSource)(
         fn=kernel,
-        signature={name: "constexpr" if name in constants else type_ for name, type_ in signature.items()},
-        constexprs={(i,): constants[name] for i, name in enumerate(signature) if name in constants},
-        attrs={(i,): attr for i, (name, p) in enumerate(bound) if name not in folded and (attr := specialization(p)) is not None},
+        signature={name: triton_types(param) for name, param in bound},
+        constexprs={paths[name]: value for name, value in constants.items()},
+        attrs={
+            path: attribute
+            for path, name, p in leaves(bound)
+            if name not in folded and (attribute := specialization(p, declared[path[0]])) is not None
+        },
     )
     try:
         return compat.triton.compile(source, target=target.gpu_target, options=options)

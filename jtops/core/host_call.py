@@ -83,8 +83,8 @@ def _handler(frame_pointer):
 jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_handler, c_void_p)), platform="cpu", api_version=1)
 
 
-def lower(ctx, *operands, key: str, function: Callable[[list[np.ndarray], list[np.ndarray]], None]):
+def lower(ctx, *operands, key: str, function: Callable[[list[np.ndarray], list[np.ndarray]], None], has_side_effect: bool = False):
     """Lowering rule body: call ``function(operands, results)`` at run time. `key` must determine `function` by content."""
     types = [[np.dtype(a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
     _functions[key.encode()] = (function, types[0], types[1])
-    return jax.ffi.ffi_lowering(TARGET)(ctx, *operands, key=key)
+    return jax.ffi.ffi_lowering(TARGET, has_side_effect=has_side_effect)(ctx, *operands, key=key)

@@ -22,16 +22,32 @@ import numpy as np
 from jtops.core import compat, rewrite
 from jtops.core.numpy_language import Language, map_tuple
 from jtops.core.numpy_machine import Memory, make_builder, numpy_type
-from jtops.core.types import NUMPY_TYPES, Bound, Constexpr, Operand, Result, triton_type
+from jtops.core.types import (
+    NUMPY_TYPES,
+    Bound,
+    Constexpr,
+    Descriptor,
+    Items,
+    Operand,
+    Result,
+    Scalar,
+    array_of,
+    leaves,
+    triton_type,
+)
 from jtops.errors import InterpreterError, UnsupportedError
 
 
-def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs: list[np.ndarray], outputs: list[np.ndarray]) -> None:
-    """Run every program of `grid`; `outputs` are written in place, `inputs` are untouched."""
-    if isinstance(kernel, compat.GluonJITFunction):
+def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, aliases=(), zeroed=()) -> None:
+    """Run every program of `grid`; the arrays `outputs` are written in place, the arrays `inputs` are untouched.
+
+    `aliases` are pairs (input, output): that output starts as a copy of that input, and the kernel writes through its parameter.
+    Outputs in `zeroed` start as zeros.
+    """
+    if compat.is_gluon(kernel):
         raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
-    names = lambda kind: [name for _, name in sorted((p.index, name) for name, p in bound if isinstance(p, kind))]
-    memory = Memory(inputs, outputs, names(Operand), names(Result))
+    names = {(isinstance(a, Result), a.index): name for _, name, p in leaves(bound) if (a := array_of(p))}
+    memory = Memory(inputs, outputs, names, aliases, zeroed)
     _machine().run(kernel, bound, grid, memory)
     for mine, out in zip(memory.results, outputs, strict=True):
         out[...] = mine
@@ -128,8 +144,13 @@ class _Machine(Language):
         def value(param):
             if isinstance(param, Constexpr):
                 return map_tuple(self.convert, param.value)
-            if isinstance(param, tuple):
-                return map_tuple(value, param)
+            if isinstance(param, Items):
+                return param.of(map(value, param.items))
+            if isinstance(param, Descriptor):
+                sizes = [value(Scalar(n, "i32")) for n in param.shape]
+                strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
+                block = [tl.constexpr(b) for b in param.block_shape]
+                return self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
             if isinstance(param, Operand | Result):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -11,10 +12,11 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jtops.core import compat, host_call, interpret
+from jtops.core import compat, dump, host_call, inplace, interpret
 from jtops.core.compile import CompiledKernel, compile_kernel
+from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
-from jtops.core.types import Operand, Result, Scalar, triton_type
+from jtops.core.types import Descriptor, Operand, Result, Scalar, array_of, leaves, specialization, triton_type
 from jtops.errors import UnsupportedError
 
 LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
@@ -23,16 +25,19 @@ LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CU
 def lower_gpu(ctx, *operands, call, platform):
     """Lowering rule for cuda and rocm."""
     if call.interpret:
-        return compat.host_callback(ctx, functools.partial(_interpreted, call, ctx.avals_out), *operands)
+        run = functools.partial(_interpreted, call, ctx.avals_out)
+        return compat.host_callback(ctx, run, *operands, has_side_effect=call.has_side_effect)
     if compat.gpu_triton is None or not hasattr(compat.gpu_triton, "TritonKernel"):
         raise UnsupportedError(
             f"lowering for {platform} needs jaxlib's GPU plugin: install jtops[{platform}13] or jax-{platform}13-plugin."
         )
     compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
-    record = launch_record(call, compiled)
+    record = launch_record(call, compiled, ctx.avals_out)
     extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
-    rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect)  # row-major layouts by default
-    return rule(ctx, *operands, opaque=stored_zlib(record), **extra)
+    ctx, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
+    rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)  # row-major
+    results = rule(ctx, *values, opaque=stored_zlib(record), **extra)
+    return [results[order.index(i)] for i in range(len(order))]
 
 
 def lower_host(ctx, *operands, call):
@@ -44,26 +49,30 @@ def lower_host(ctx, *operands, call):
             "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU; to lower for one "
             f'that is not there: jax.jit(f).trace(x).lower(lowering_platforms=("{platform}",)).'
         )
-    content = (compat.kernel_key(call.kernel), call.bound, call.grid, ctx.avals_in, ctx.avals_out)
+    content = (compat.kernel_key(call.kernel), call.bound, call.grid, call.aliases, call.zeroed, ctx.avals_in, ctx.avals_out)
     key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
-    return host_call.lower(ctx, *operands, key=key, function=functools.partial(interpret.run, call.kernel, call.bound, call.grid))
+    run = functools.partial(interpret.run, call.kernel, call.bound, call.grid, aliases=call.aliases, zeroed=call.zeroed)
+    return host_call.lower(ctx, *operands, key=key, function=run, has_side_effect=call.has_side_effect)
 
 
 def _interpreted(call, out_avals, *operands):
     outputs = [np.empty(a.shape, a.dtype) for a in out_avals]
-    interpret.run(call.kernel, call.bound, call.grid, [np.asarray(x) for x in operands], outputs)
+    inputs = [np.asarray(x) for x in operands]
+    interpret.run(call.kernel, call.bound, call.grid, inputs, outputs, call.aliases, call.zeroed)
     return tuple(outputs)
 
 
 def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
     """The machine code of a bound call."""
-    pointer = lambda aval: "*" + triton_type(aval.dtype)
-    types = {n: pointer(in_avals[p.index]) for n, p in call.bound if isinstance(p, Operand)}
-    types |= {n: pointer(out_avals[p.index]) for n, p in call.bound if isinstance(p, Result)}
-    return compile_kernel(call.kernel, call.bound, types, call.options, target)
+    types = {}
+    for _, name, param in leaves(call.bound):
+        if array := array_of(param):
+            dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
+            types[name] = descriptor_type(param, dtype) if isinstance(param, Descriptor) else f"*{triton_type(dtype)}"
+    return dump.noted(call, types, compile_kernel(call.kernel, call.bound, types, call.options, target))
 
 
-def launch_record(call, compiled: CompiledKernel) -> bytes:
+def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
     """jaxlib's serialized launch: machine code, grid and parameters. Neither IR nor line tables: every launch parses it all."""
     lib, rocm = compat.gpu_triton, compiled.target.platform == "rocm"
     kernel = lib.TritonKernel(
@@ -76,11 +85,16 @@ def launch_record(call, compiled: CompiledKernel) -> bytes:
         0 if rocm else compiled.target.arch,
         *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
     )
-    parameters = [
-        lib.create_scalar_parameter(p.value, p.type) if isinstance(p, Scalar) else lib.create_array_parameter(0, 16)
-        for name, p in call.bound
-        if isinstance(p, Operand | Result) or (isinstance(p, Scalar) and name not in compiled.folded)
-    ]
+    descriptors = iter(compiled.descriptors or itertools.repeat(None))
+    parameters: list = []
+    for path, name, param in leaves(call.bound):
+        if isinstance(param, Descriptor):
+            parameters += launch_parameters(lib, param, next(descriptors))
+        elif isinstance(param, Operand | Result):
+            aligned = specialization(param, call.kernel.params[path[0]]) is not None
+            parameters.append(lib.create_array_parameter(inplace.bytes_to_zero(call, param, out_avals), 16 if aligned else 0))
+        elif isinstance(param, Scalar) and name not in compiled.folded:
+            parameters.append(lib.create_scalar_parameter(param.value, param.type))
     return lib.TritonKernelCall(kernel, *call.grid, parameters).to_proto(call.name, call.metadata)
 
 

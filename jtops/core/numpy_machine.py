@@ -10,13 +10,23 @@ _GUARD_BYTES = 512  # between any two buffers, so that running off one does not 
 
 
 class Memory:
-    """Private copies of the buffers of one launch; every access is checked to lie inside them."""
+    """Private copies of the buffers of one launch; every access is checked to lie inside them.
 
-    def __init__(self, inputs, outputs, input_names, output_names):
+    `names` maps (is a result, index) to the name of the parameter that points there; `aliases` are pairs (operand, result) of one
+    buffer; results in `zeroed` start as zeros.
+    """
+
+    def __init__(self, inputs, outputs, names, aliases=(), zeroed=()):
+        shared = {result: operand for operand, result in aliases}
         self.operands = [self._place(a, a.tobytes()) for a in inputs]
-        self.results = [self._place(a, b"\xff" * a.nbytes) for a in outputs]  # all ones: NaN in every float format but fnuz
-        named = [(a, name, False) for a, name in zip(self.operands, input_names, strict=True)]
-        named += [(a, name, True) for a, name in zip(self.results, output_names, strict=True)]
+        self.results = [
+            self.operands[shared[i]] if i in shared else self._place(a, b"\xff" * a.nbytes)  # NaN in every float format but fnuz
+            for i, a in enumerate(outputs)
+        ]
+        for i in zeroed:
+            self.results[i].reshape(-1).view(np.uint8)[:] = 0
+        named = [(a, names[False, i], i in dict(aliases)) for i, a in enumerate(self.operands)]
+        named += [(a, names[True, i], True) for i, a in enumerate(self.results) if i not in shared]
         named.sort(key=lambda entry: entry[0].ctypes.data)
         self.bytes = [a.reshape(-1).view(np.uint8) for a, *_ in named]
         self.starts = np.array([a.ctypes.data for a, *_ in named], np.uint64)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -76,8 +77,47 @@ class Constexpr:
         return f"Constexpr({self.value!r})"
 
 
-Param = Operand | Result | Scalar | Constexpr
+@dataclasses.dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A tensor descriptor of operand or result `array`, made on the host; see core.descriptor.TensorDescriptor."""
+
+    array: Operand | Result
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any
+    padding: str
+    round_f32_to_tf32: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Items:
+    """A tuple; the kernel gets one of the same structure. `kind` is tuple, or a namedtuple's class."""
+
+    items: tuple["Param", ...]
+    kind: Any
+
+    def of(self, values):
+        """The tuple with `values` for its items."""
+        return tuple(values) if self.kind is tuple else self.kind(*values)
+
+
+Param = Operand | Result | Scalar | Constexpr | Descriptor | Items
 Bound = tuple[tuple[str, Param], ...]
+
+
+def leaves(bound: Bound) -> Iterator[tuple[tuple[int, ...], str, Any]]:
+    """Every parameter that is no tuple, and every item of those that are: (path of indices, name such as ``x[1]``, Param)."""
+    for i, (name, param) in enumerate(bound):
+        yield from _leaves((i,), name, param)
+
+
+def _leaves(path, name, param):
+    if not isinstance(param, Items):
+        yield path, name, param
+        return
+    for i, item in enumerate(param.items):
+        yield from _leaves((*path, i), name + (f"[{i}]" if param.kind is tuple else f".{param.kind._fields[i]}"), item)
 
 
 def triton_type(dtype) -> str:
@@ -87,6 +127,12 @@ def triton_type(dtype) -> str:
     except (KeyError, TypeError):
         supported = ", ".join(str(d) for d in TRITON_TYPES)
         raise TypeError(f"dtype {dtype} has no Triton type; supported are {supported}.") from None
+
+
+def array_of(param: Param) -> Operand | Result | None:
+    """The operand or result that a parameter points to, if it does."""
+    param = param.array if isinstance(param, Descriptor) else param
+    return param if isinstance(param, Operand | Result) else None
 
 
 def as_scalar(value: Any) -> Scalar | None:
@@ -113,9 +159,21 @@ def as_scalar(value: Any) -> Scalar | None:
     return None
 
 
-def specialization(param: Param) -> list | None:
-    """Triton's attribute of a parameter: arrays start on 16 bytes (XLA aligns more), sizes may divide by 16. None: no attribute."""
+def specialization(param: Param, declared: Any = None) -> list | None:
+    """Triton's attribute of a parameter: arrays start on 16 bytes (XLA aligns more), sizes may divide by 16. None: no attribute.
+
+    `declared` is the kernel's own description of the parameter, which may forbid the one, the other or both.
+    """
+    if declared is not None and (declared.do_not_specialize or declared.do_not_specialize_on_alignment):
+        return None
     aligned = isinstance(param, Operand | Result) or (
         isinstance(param, Scalar) and param.type not in ("i1", "fp32", "fp64") and param.value % 16 == 0
     )
     return [["tt.divisibility", 16]] if aligned else None
+
+
+def folds(param: Param, declared: Any = None) -> bool:
+    """Whether Triton compiles the parameter in, as it does with an integer 1, rather than passing it at a launch."""
+    if declared is not None and declared.do_not_specialize:
+        return False
+    return isinstance(param, Scalar) and not isinstance(param.value, bool) and param.value == 1 and param.type == "i32"

@@ -67,6 +67,10 @@ def added(*args, **kwargs):
     return call(*args, **given)
 
 
+@pytest.mark.spec("positional array/scalar operands *args")
+@pytest.mark.spec("keyword operands by kernel parameter name")
+@pytest.mark.spec("metaparam defaults from kernel signature")
+@pytest.mark.spec("triton.JITFunction")
 @modes
 def test_operands_by_position_and_name(interpret):
     for got in (
@@ -79,6 +83,8 @@ def test_operands_by_position_and_name(interpret):
         np.testing.assert_array_equal(got, X + Y)
 
 
+@pytest.mark.spec("out_type pytree of shape/dtype")
+@pytest.mark.spec("multiple outputs")
 @modes
 def test_results_have_the_structure_of_out_type(interpret):
     two = functools.partial(call, X, kernel=two_kernel, n=300, BLOCK=512, grid=1, interpret=interpret)
@@ -90,6 +96,7 @@ def test_results_have_the_structure_of_out_type(interpret):
             np.testing.assert_array_equal(leaf, want)
 
 
+@pytest.mark.spec("arg == 1 specialization")
 @modes
 @pytest.mark.parametrize("n", [42, 1, 16, 0, -1, 2, True, 2**40])
 def test_integers_whatever_their_value(n, interpret):
@@ -111,6 +118,7 @@ def test_integers_that_alternate(interpret):
         np.testing.assert_array_equal(call(x, n=n, kernel=scalar_kernel, out_type=x, grid=1, BLOCK=16, interpret=interpret), x * n)
 
 
+@pytest.mark.spec("scalar np.float32")
 @modes
 @pytest.mark.parametrize("value", [0.5, np.float32(0.1), 1.0, float("inf"), 1e300])
 def test_floats(value, interpret):
@@ -134,6 +142,8 @@ GRIDS = [
 ]
 
 
+@pytest.mark.spec("grid int / 1-3 tuple / callable(metaparams)")
+@pytest.mark.spec("**metaparams → constexpr")
 @modes
 @pytest.mark.parametrize(("grid", "dims"), GRIDS)
 def test_grids(grid, dims, interpret):
@@ -145,6 +155,7 @@ def test_grids(grid, dims, interpret):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.spec("normalize_grid(grid, metaparams)")
 @pytest.mark.parametrize(
     ("grid", "error", "match"),
     [
@@ -175,6 +186,7 @@ def test_a_kernel_may_ask_for_its_launch_options(interpret):
     assert call(kernel=asks_kernel, out_type=out, grid=1, num_warps=8, interpret=interpret)[0] == 8
 
 
+@pytest.mark.spec("strict front door")
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
@@ -185,7 +197,7 @@ def test_a_kernel_may_ask_for_its_launch_options(interpret):
         ({"BLOCK": {"a": 1}}, TypeError, "'BLOCK'.*of type dict"),
         ({"BLOCK": np.array(128)}, TypeError, "'BLOCK'.*of type ndarray"),
         ({"BLOCK": jnp.array(128)}, TypeError, "'BLOCK' is a compile-time constant, but got an array"),
-        ({"n": 3 + 4j}, TypeError, r"'n' takes an array, a number or None; got \(3\+4j\)"),
+        ({"n": 3 + 4j}, TypeError, r"'n' takes an array, a number, None or a tuple of these; got \(3\+4j\)"),
         ({"n": 2**64}, ValueError, "integer overflow: 18446744073709551616"),
         ({"out_type": (X, X)}, ValueError, "out_type has 2 outputs, but the arguments leave 1 parameters .* unbound: o_ptr"),
         ({"out_type": 3}, TypeError, r"out_type leaves need .* got 3"),
@@ -228,6 +240,8 @@ def test_no_retrace_per_call():
     assert len({Constexpr(True), Constexpr(1), Constexpr(1.0)}) == 3
 
 
+@pytest.mark.spec("jvp/grad")
+@pytest.mark.spec("vmap")
 def test_transforms_say_what_to_do():
     f = lambda x: added(x, Y, n=300, interpret=True)
     with pytest.raises(NotImplementedError, match=r"triton_call has no derivative\. Wrap it in jax\.custom_vjp"):
@@ -245,6 +259,7 @@ def test_platform_without_kernels():
         lowered.text(lambda x: added(x, Y, n=300), X, target="gfx942")
 
 
+@pytest.mark.spec("jit / eager / pmap / shard_map")
 def test_shard_map():
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
     one = lambda x, y: call(
@@ -263,6 +278,9 @@ def test_scan_and_cond(interpret):
     np.testing.assert_array_equal(f(X + 1), X + 1 + Y)
 
 
+@pytest.mark.spec("name")
+@pytest.mark.spec("cost_estimate={'flops','bytes_accessed'}")
+@pytest.mark.spec("has_side_effect")
 def test_names_and_costs_reach_the_program():
     text = lowered.text(lambda x: added(x, Y, n=300, name="my_add", cost_estimate={"flops": 300, "bytes_accessed": 3600}), X)
     assert r"\22flops\22: 300" in text
@@ -270,6 +288,9 @@ def test_names_and_costs_reach_the_program():
     assert "has_side_effect = true" in lowered.text(lambda x: added(x, Y, n=300, has_side_effect=True), X)
 
 
+@pytest.mark.spec("Python float typing")
+@pytest.mark.spec("int typing")
+@pytest.mark.spec("bool typing")
 def test_types():
     assert triton_type(jnp.bfloat16) == "bf16"
     assert triton_type(jnp.float8_e4m3fn) == "fp8e4nv"

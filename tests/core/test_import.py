@@ -43,6 +43,7 @@ def probe(before="", after="", **env):
     assert run.stdout.endswith("done\n")
 
 
+@pytest.mark.spec("importable without GPU")
 def test_without_gpu():
     probe()
 

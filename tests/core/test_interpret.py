@@ -37,6 +37,7 @@ def arithmetic_kernel(x_ptr, o_ptr, N: tl.constexpr):
     tl.store(o_ptr + i, (_square_plus(x) * SCALE).to(o_ptr.dtype.element_ty))
 
 
+@pytest.mark.spec("the interpreter on any host")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_float_formats_round_as_jax_does(dtype):
     x = jnp.asarray(np.linspace(-3, 3, 64), dtype)

@@ -1,0 +1,39 @@
+"""Gluon's device-side names, which differ between versions of Triton: kernels of jtops import them from here.
+
+Without Triton the decorator keeps the Python function, as compat's does, and the names exist.
+"""
+
+from jtops.core import compat
+
+__all__ = [
+    "NVMMASharedLayout",
+    "allocate_barriers",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+if compat.HAS_TRITON:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    @gluon.jit
+    def allocate_barriers(count: gl.constexpr):
+        """`count` uninitialised mbarriers in shared memory."""
+        return gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+
+else:
+    gluon = gl = mbarrier = tma = compat.triton
+    NVMMASharedLayout = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = allocate_barriers = compat.triton
