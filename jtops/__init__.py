@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from jtops import config, errors
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
+from jtops.core.explain import explain
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.launch import Config
@@ -22,6 +23,7 @@ __all__ = [
     "cdiv",
     "config",
     "errors",
+    "explain",
     "flash_attention",
     "layer_norm",
     "matmul",

@@ -33,6 +33,7 @@ __all__ = [
     "ad",
     "apply_primitive",
     "config_state",
+    "devices_of",
     "discharge",
     "effects_of",
     "gpu_triton",
@@ -43,6 +44,7 @@ __all__ = [
     "load_interpreter_module",
     "manual_axes",
     "needs_devices_to_lower",
+    "ptxas",
     "require_triton",
     "shaped_array",
     "symbolic_zero",
@@ -155,6 +157,12 @@ def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
 
 
+def devices_of(ctx) -> int:
+    """How many devices share the program that `ctx` lowers."""
+    axes = ctx.module_context.axis_context
+    return axes.mesh.size if isinstance(axes, mlir.SPMDAxisContext) else axes.num_devices
+
+
 def zeros(ctx, aval):
     """An array of zeros of type `aval`, in the program being lowered."""
     return full_like_aval(ctx, 0, aval)
@@ -175,7 +183,7 @@ try:
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
     from triton.compiler import ASTSource
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -215,6 +223,12 @@ def require_triton() -> None:
         )
     if _version(triton.__version__) < MIN_TRITON:
         raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
+
+
+def ptxas(capability: int) -> str:
+    """Path of the assembler that Triton uses for an NVIDIA GPU."""
+    require_triton()
+    return get_ptxas(capability).path
 
 
 def kernel_function(kernel) -> Any:

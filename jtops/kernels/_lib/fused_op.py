@@ -43,7 +43,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 
 from jtops import config
-from jtops.core import compat, target
+from jtops.core import compat, notes, target
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib import sharding
 from jtops.kernels._lib.axes import AxisRule
@@ -190,7 +190,8 @@ def fused_op(
         implementation = _resolve_implementation(name, implementation)
         _check_config(op, config)
         if implementation == "xla":
-            return tuple(reference(*operands, **options))[: len(op.rule.outs)]
+            with jax.named_scope(f"jtops_{name}_xla"):
+                return tuple(reference(*operands, **options))[: len(op.rule.outs)]
         reason = limits(*operands, **options)
         if reason is not None and implementation is not None:
             raise UnsupportedError(f'{name}: {reason}; implementation={implementation!r} needs a kernel. Use implementation="xla".')
@@ -471,10 +472,8 @@ def _restore(gradient, wanted: tuple[int, ...], n: int, shape: tuple[int, ...]) 
 
 
 def _lower(ctx, *args, call, platform):
-    kernel = (
-        call.stage != "jvp" and call.implementation != "xla" and (platform in KERNEL_PLATFORMS or call.implementation is not None)
-    )
-    if not kernel or any(math.prod(a.shape) == 0 for a in (*ctx.avals_in, *ctx.avals_out)):
+    if (reason := _why_reference(ctx, call, platform)) is not None:
+        notes.add(f"jtops_{call.op.name}_{call.stage}", "XLA", reason, platform)
         return _lower_local(ctx, *args, local=functools.partial(reference_stage, call))
     _check_lowerable(ctx, call, platform)
     local = functools.partial(_run_kernel, call, platform)
@@ -484,8 +483,22 @@ def _lower(ctx, *args, call, platform):
         return _lower_local(ctx, *args, local=cast)
     if not mesh.empty and mesh.are_all_axes_explicit:
         return mlir.lower_fun(sharding.by_types(call, local, ctx.avals_in, ctx.avals_out))(ctx, *args)
+    if compat.devices_of(ctx) != 1:
+        reason = "each device's part of it is lowered, by its own shapes, while XLA splits the program"
+        notes.add(f"jtops_{call.op.name}_{call.stage}", "decided by XLA's partitioner", reason, platform)
     types = _types(ctx.avals_in), _types(ctx.avals_out)
     return _lower_local(ctx, *args, local=sharding.by_partitioner(call, _outside_mesh(local), *types))
+
+
+def _why_reference(ctx, call, platform) -> str | None:
+    """Why XLA runs the reference; None where a kernel runs."""
+    if call.stage == "jvp":
+        return "forward-mode and second derivatives are the reference's"
+    if platform not in KERNEL_PLATFORMS and call.implementation is None:
+        return f"{platform} runs no Triton kernels"
+    if any(math.prod(a.shape) == 0 for a in (*ctx.avals_in, *ctx.avals_out)):
+        return "an array is empty"
+    return None
 
 
 def _lower_local(ctx, *args, local):
