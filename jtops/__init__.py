@@ -6,6 +6,7 @@ from jtops import config, errors, utils
 from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
+from jtops.core.explain import explain
 from jtops.core.sharded import ShardingRule, sharded_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
@@ -26,6 +27,7 @@ __all__ = [
     "cdiv",
     "config",
     "errors",
+    "explain",
     "flash_attention",
     "layer_norm",
     "matmul",

@@ -57,6 +57,7 @@ __all__ = [
     "manual_axes",
     "needs_devices_to_lower",
     "ptx_call_refused",
+    "ptxas",
     "require_triton",
     "settings",
     "shaped_array",
@@ -245,7 +246,7 @@ try:
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
     from triton.backends.compiler import GPUTarget, Language
-    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
     from triton.compiler import ASTSource
     from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
     from triton.compiler.errors import CompilationError
@@ -289,6 +290,12 @@ def require_triton() -> None:
         )
     if _version(triton.__version__) < MIN_TRITON:
         raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
+
+
+def ptxas(capability: int) -> str:
+    """Path of the assembler that Triton uses for an NVIDIA GPU."""
+    require_triton()
+    return get_ptxas(capability).path
 
 
 def kernel_function(kernel) -> Any:
