@@ -53,6 +53,7 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options) -> 
 
 def checked_out_type(kernel):
     """A function that returns a leaf of `out_type` if it is one, and raises TypeError otherwise."""
+
     def check(leaf):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(

@@ -7,6 +7,8 @@ Rows that fit a block are read once. Longer ones are read twice, because the sum
 registers: a first launch gives each program a part of the columns and finds all sums, a second gives dx.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -50,7 +52,7 @@ def _store_dx(dx_ptr, dsum_ptr, offsets, mask, dx):
 
 
 @triton.jit
-def _rows_kernel(
+def _backward_kernel(
     x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dbias_ptr,
     n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
     UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -98,7 +100,7 @@ def _sums_kernel(
     n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
     UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N columns of one part of a group, as `_rows_kernel` has them; and each row's share of sum(w), sum(w x_hat)."""
+    """One program: BLOCK_N columns of one part of a group, as `_backward_kernel` has them; and each row's share of sum(w), sum(w x_hat)."""
     pid = tl.program_id(0).to(tl.int64)
     n = multiple_of(n, UNIT)
     blocks = tl.cdiv(n, BLOCK_N)
@@ -157,8 +159,15 @@ def _dx_kernel(
     _store_dx(dx_ptr, dsum_ptr, row * n + cols, cols < n, rstd * (dx - (x - mean) * rstd * mean_wx))
 
 
-# A fused multiply-add would subtract the rounded mean(w) from the unrounded w: what should cancel to 0 would not.
-_UNFUSED = {"enable_fp_fusion": False}
+def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
+    """No fused multiply-adds: they would subtract the rounded mean(w) from the unrounded w, and what should cancel would not.
+
+    With 16 elements a thread, what a program carries fits 128 registers (sm_90, without spills), so that two share a multiprocessor;
+    left alone, the compiler takes 163.
+    """
+    elements = config["BLOCK_M"] * config["BLOCK_N"] // (32 * config["num_warps"])
+    limit = {"maxnreg": 128} if launch.target.platform == "cuda" and elements <= 16 else {}
+    return {"enable_fp_fusion": False, **limit}
 
 
 def backward(launch: Launch, operands, saved, cotangents):
@@ -179,10 +188,11 @@ def backward(launch: Launch, operands, saved, cotangents):
     # Groups of neighbouring rows that share all parameters' rows; each is summed in parts.
     group_rows = min((rows.inner for rows in scale_rows if rows and rows.own > 1), default=r)
     arrays = {"x_ptr": x, "scale_ptr": scale, "g_ptr": g, "mean_ptr": mean[0] if mean else None, "rstd_ptr": rstd}
-    numbers = {"n": n, "scale_offset": launch.options["scale_offset"], "UNIT": unit(n), "backend_options": _UNFUSED}
+    numbers: dict[str, Any] = {"n": n, "scale_offset": launch.options["scale_offset"], "UNIT": unit(n)}
     numbers |= rows_of("scale", scale_rows[0])
     written = dict(zip(("dscale", "dbias"), (*wanted, False), strict=False))
     config = launch.config or backward_config(r, n, x.dtype.itemsize, sum(wanted))
+    numbers["backend_options"] = _backend_options(launch, config)
     run = _rows if n <= config["BLOCK_N"] else _long
     dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)
     parameters = _totals(launch, partial, group_rows, scale_rows, operands[2 if adds else 1 :], wanted)
@@ -203,7 +213,7 @@ def _rows(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     parts, tiles = _parts(config, groups, group_rows)
     sums = jax.ShapeDtypeStruct((groups, parts, n), jnp.float32)
     dx, *partial = launch(
-        _rows_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows, **absent(written),
+        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows, **absent(written),
         config=config, flops=16 * r * n, STAGES=config["num_stages"] or 1, grid=groups * parts,
         out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype)] + [sums] * sum(written.values()),
     )  # fmt: skip

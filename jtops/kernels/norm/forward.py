@@ -44,7 +44,7 @@ def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask):
 
 
 @triton.jit
-def _rows_kernel(
+def _forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
     r, n, tiles, programs, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
     CENTRED: tl.constexpr, SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr, HOLD: tl.constexpr, UNIT: tl.constexpr,
@@ -100,7 +100,7 @@ def _merged(means, squares, counts, n):
 
 
 @triton.jit
-def _long_kernel(
+def _long_forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, means_ptr, squares_ptr,
     y_ptr, sum_ptr, mean_ptr, rstd_ptr, part_means_ptr, part_squares_ptr,
     n, splits, per_split, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
@@ -222,7 +222,7 @@ def _rows(launch: Launch, config: Config, arrays, results, numbers) -> dict[str,
     total = cdiv(r, config["BLOCK_M"])
     programs = min(config["PROGRAMS"], total)
     out = launch(
-        _rows_kernel, **arrays, **numbers, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
+        _forward_kernel, **arrays, **numbers, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
         r=r, tiles=cdiv(total, programs), programs=programs, config=config, flops=8 * r * n, grid=programs,
         out_type=list(results.values()), SCALE_EACH=numbers["scale_own"] > 1, BIAS_EACH=numbers["bias_own"] > 1,
         HOLD=programs < total,
@@ -241,7 +241,7 @@ def _long(launch: Launch, config: Config, arrays, results, numbers) -> dict[str,
     of = lambda names: [results[name] for name in names]
     if splits == 1:
         out = launch(
-            _long_kernel, **arrays, **statistics, **shared, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
+            _long_forward_kernel, **arrays, **statistics, **shared, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
             part_means_ptr=None, part_squares_ptr=None, out_type=of(results), STATISTICS=True, APPLY=True,
         )  # fmt: skip
         return dict(zip(results, out, strict=True))
@@ -249,14 +249,14 @@ def _long(launch: Launch, config: Config, arrays, results, numbers) -> dict[str,
     parts = ["part_means", "part_squares"][not numbers["CENTRED"] :]
     part = jax.ShapeDtypeStruct((r, splits), jnp.float32)
     out = launch(
-        _long_kernel, **{**arrays, "scale_ptr": None, "bias_ptr": None}, **statistics, **shared, name=f"{launch.stage}_statistics",
+        _long_forward_kernel, **{**arrays, "scale_ptr": None, "bias_ptr": None}, **statistics, **shared, name=f"{launch.stage}_statistics",
         **absent({"y": False, "sum": bool(early), "mean": False, "rstd": False, "part_means": numbers["CENTRED"]}),
         out_type=of(early) + [part] * len(parts), STATISTICS=True, APPLY=False,
     )  # fmt: skip
     done = dict(zip([*early, *parts], out, strict=True))
     late = [name for name in results if name not in early]
     out = launch(
-        _long_kernel, **{**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None},
+        _long_forward_kernel, **{**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None},
         means_ptr=done.get("part_means"), squares_ptr=done["part_squares"], **shared,
         **absent({"sum": False, **{name: name in late for name in ("mean", "rstd")}, "part_means": False, "part_squares": False}),
         out_type=of(late), STATISTICS=False, APPLY=True,
