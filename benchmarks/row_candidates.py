@@ -1,7 +1,7 @@
 """Times candidate Configs of the row ops on this GPU: ``python -m benchmarks.row_candidates RESULT.json [seconds]``.
 
-Prints, per op, way and shape, the best candidates and their share of a copy of as many bytes; the JSON has all. What does not fit in the
-given time (150 s) is left out, from the end of the list.
+Prints, per op, way and shape, the best candidates and their share of a copy of as many bytes; the JSON has all. What does not fit in
+the given time (150 s) is left out, from the end of the list.
 """
 
 import dataclasses
@@ -140,6 +140,11 @@ def compiled(run):
         return repr(e)[:300]
 
 
+def disagreement(a, b):
+    a, b = a.astype(F32), b.astype(F32)
+    return float(jnp.max(jnp.abs(a - b)) / (1e-30 + jnp.max(jnp.abs(b))))
+
+
 def timed(run, f, inputs):
     """Median microseconds, without the forward kernels where the backward is asked for; and what each kernel takes."""
     samples, names = [], {}
@@ -182,12 +187,16 @@ def main():
                     results.append({**row, "error": f})
                     print("failed", run, f, flush=True)
                     continue
-                off = max(
-                    float(jnp.max(jnp.abs(a.astype(F32) - b.astype(F32))) / (1e-30 + jnp.max(jnp.abs(b.astype(F32)))))
-                    for a, b in zip(jax.tree.leaves(f(*inputs[0])), jax.tree.leaves(want), strict=True)
-                )
-                us, kernels = timed(run, f, inputs)
+                try:
+                    got = jax.block_until_ready(f(*inputs[0]))
+                    off = max(map(disagreement, jax.tree.leaves(got), jax.tree.leaves(want)))
+                    us, kernels = timed(run, f, inputs)
+                except jax.errors.JaxRuntimeError as error:
+                    results.append({**row, "error": str(error)[:300]})
+                    print("failed", run, str(error)[:200], flush=True)
+                    continue
                 results.append({**row, "us": us, "off": off, "kernels": kernels})
+                print(f"{time.time() - started:4.0f} s {run.key} {run.config} {us:.1f} us", flush=True)
         ceilings = {}
         for row in results:
             size = row["bytes"]

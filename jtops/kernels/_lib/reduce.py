@@ -1,4 +1,4 @@
-"""The second stage of sums over many rows: partial sums in float32, one row of them a program of the first stage, into their total."""
+"""The second stage of sums over many rows: partial sums in float32, of each program of the first stage a row, into their total."""
 
 import jax
 import jax.numpy as jnp

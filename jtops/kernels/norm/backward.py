@@ -100,7 +100,7 @@ def _sums_kernel(
     n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
     UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N columns of one part of a group, as `_backward_kernel` has them; and each row's share of sum(w), sum(w x_hat)."""
+    """One program: BLOCK_N columns of one part of a group, as above; and each row's share of sum(w) and sum(w x_hat)."""
     pid = tl.program_id(0).to(tl.int64)
     n = multiple_of(n, UNIT)
     blocks = tl.cdiv(n, BLOCK_N)
@@ -160,7 +160,7 @@ def _dx_kernel(
 
 
 def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
-    """No fused multiply-adds: they would subtract the rounded mean(w) from the unrounded w, and what should cancel would not.
+    """No fused multiply-add: it would subtract the rounded mean(w) from the unrounded w, and what should cancel would not.
 
     With 16 elements a thread, what a program carries fits 128 registers (sm_90, without spills), so that two share a multiprocessor;
     left alone, the compiler takes 163.

@@ -107,7 +107,7 @@ def _long_forward_kernel(
     CENTRED: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part; else first one, then the other.
+    """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
 
     Loop invariant of the first pass: lane j has the mean, and the sum of squared deviations from it, of the elements j, j + BLOCK_N
     ... so far (Welford). The second pass goes backwards: what was read last is still in the cache.

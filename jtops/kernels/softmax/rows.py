@@ -97,7 +97,7 @@ def _long_forward_kernel(
     OP: tl.constexpr, WHERE_N: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
     UNIT: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part; else first one, then the other.
+    """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
 
     Loop invariant of the first pass: a thread's vectors so far have maximum m and sum s of exp(x - m); threads meet only after it.
     The second pass goes backwards: what was read last is still in the cache.
@@ -267,7 +267,7 @@ def _tiles(config: Config, r: int) -> dict[str, int]:
 
 
 def _split(config: Config, r: int, n: int, once: bool) -> dict[str, int]:
-    """-> the grid of long rows, and what its kernels must know of it; `once`: a row needs no statistics, and may always be split."""
+    """-> the grid of long rows, and what its kernels must know of it; `once`: rows need no statistics, and may be split at will."""
     block = config["BLOCK_N"]
     per_split = cdiv(cdiv(n, block), max(1, config["PROGRAMS"] // r)) * block
     if once:
