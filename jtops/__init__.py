@@ -14,7 +14,7 @@ from jtops.kernels._lib.launch import Config
 from jtops.kernels.add import add
 from jtops.kernels.flash_attention import flash_attention
 from jtops.kernels.matmul import matmul
-from jtops.kernels.norm import layer_norm, rms_norm
+from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jtops.kernels.softmax import softmax
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "TensorDescriptor",
     "UnsupportedError",
     "add",
+    "add_layer_norm",
+    "add_rms_norm",
     "cdiv",
     "config",
     "errors",
