@@ -4,7 +4,10 @@ Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows
 keeps the Python function so that op files import, and using a kernel raises one clear error.
 """
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -13,8 +16,9 @@ import types
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config as jax_config
-from jax._src import core, dispatch, effects
+from jax._src import core, dispatch, distributed, effects
 from jax._src.callback import emit_python_callback
 from jax._src.interpreters import partial_eval
 from jax._src.interpreters.mlir import full_like_aval
@@ -29,15 +33,20 @@ __all__ = [
     "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
+    "AbstractRef",
     "Autotuner",
     "Heuristics",
     "TransformedRef",
     "ad",
     "apply_primitive",
+    "cache_manager",
     "compiler_stages",
     "config_state",
+    "device_count",
     "discharge",
+    "distributed_client",
     "effects_of",
+    "forget_on_disk",
     "gpu_triton",
     "host_callback",
     "keep_unused",
@@ -47,13 +56,17 @@ __all__ = [
     "make_backend",
     "manual_axes",
     "needs_devices_to_lower",
+    "ptx_call_refused",
+    "ptxas",
     "require_triton",
+    "settings",
     "shaped_array",
     "symbolic_zero",
     "tl",
     "triton",
     "vary_together",
     "varying_axes",
+    "with_settings",
     "zeros",
 ]
 
@@ -85,7 +98,33 @@ def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pat
 
     check(os.environ.get(name.upper()))
     keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
-    return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    state = jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    _states.append(state)
+    return state
+
+
+_states: list[Any] = []
+
+
+def settings() -> tuple:
+    """The values in force of all of our settings, for code that is traced again later."""
+    return tuple(state.value for state in _states)
+
+
+@contextlib.contextmanager
+def with_settings(values: tuple):
+    """Context in which our settings have the `values` that `settings` gave."""
+    with contextlib.ExitStack() as stack:
+        for state, value in zip(_states, values, strict=True):
+            stack.enter_context(state(value))
+        yield
+
+
+def distributed_client() -> tuple[Any, int] | None:
+    """(key-value client, number of this process) of a program of several processes, else None."""
+    state = distributed.global_state
+    several = state.client is not None and (state.num_processes or 1) > 1
+    return (state.client, state.process_id) if several else None
 
 
 def needs_devices_to_lower(primitive) -> None:
@@ -159,9 +198,37 @@ def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
 
 
+def device_count(ctx) -> int:
+    """How many devices the program being lowered is for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+
+
 def zeros(ctx, aval):
     """An array of zeros of type `aval`, in the program being lowered."""
     return full_like_aval(ctx, 0, aval)
+
+
+@functools.cache
+def ptx_call_refused(target: str) -> str | None:
+    """Why the XLA of this process' NVIDIA GPU has no custom call `target`; None if it has it, or if there is no such GPU.
+
+    The name is internal to XLA, so a program that does nothing is compiled to see.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None  # a program for elsewhere
+    ptx = r".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry probe(.param .u64 a)\n{ ret; }\n"
+    sizes = "".join(f", {n} = 1 : i32" for n in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"))
+    text = f'{{name = "probe", kernel_type = "ptx", kernel_data = "{ptx}"{sizes}, shared_mem_bytes = 0 : i32}}'
+    one = jax.ShapeDtypeStruct((1,), np.float32)
+    probe = jax.ffi.ffi_call(target, one, custom_call_api_version=2, legacy_backend_config=text)
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.default_device(device):
+            jax.jit(probe).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).split("\n", 1)[0]
+    return None
 
 
 def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
@@ -179,14 +246,15 @@ try:
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
     from triton.backends.compiler import GPUTarget, Language
-    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
     from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.language import str_to_ty
     from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.cache import get_cache_key, get_cache_manager
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -224,6 +292,12 @@ def require_triton() -> None:
         raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
 
 
+def ptxas(capability: int) -> str:
+    """Path of the assembler that Triton uses for an NVIDIA GPU."""
+    require_triton()
+    return get_ptxas(capability).path
+
+
 def kernel_function(kernel) -> Any:
     """The JITFunction of a kernel, whatever TRITON_INTERPRET made of the decorator; TypeError for anything else."""
     require_triton()
@@ -249,6 +323,21 @@ def kernel_key(kernel) -> str:
         if not INTERPRET_MODE:
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def cache_manager(key: str) -> Any:
+    """Triton's reader and writer of one folder of its disk cache."""
+    return get_cache_manager(key)
+
+
+def forget_on_disk(source, target, options: dict[str, Any]) -> None:
+    """Remove what makes Triton's disk cache hold the compilation of `source`: the list of its files."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
+        os.unlink(path)
 
 
 def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:
