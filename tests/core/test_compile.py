@@ -46,6 +46,12 @@ def undefined_kernel(x_ptr, o_ptr):
 
 
 @triton.jit
+def chained_kernel(x_ptr, o_ptr):
+    x = y = tl.load(x_ptr)
+    tl.store(o_ptr, x + y)
+
+
+@triton.jit
 def shared_kernel(x_ptr, o_ptr):
     m, k = tl.arange(0, 128), tl.arange(0, 512)
     x = tl.load(x_ptr + m[:, None] * 512 + k[None, :])
@@ -56,7 +62,8 @@ def shared_kernel(x_ptr, o_ptr):
 def accumulators_kernel(a_ptr, b_ptr, o_ptr, steps, N: tl.constexpr = 256, K: tl.constexpr = 16):
     """Three accumulators of 256 columns, all alive."""
     m, n, k = tl.arange(0, 128), tl.arange(0, N), tl.arange(0, K)
-    x = y = z = tl.zeros((128, N), tl.float32)
+    x = tl.zeros((128, N), tl.float32)
+    y, z = x, x
     for i in range(steps):
         a = tl.load(a_ptr + i * 128 * K + m[:, None] * K + k[None, :])
         b = tl.load(b_ptr + i * N * K + k[:, None] * N + n[None, :])
@@ -148,6 +155,16 @@ def test_compile_errors_show_the_line(kernel, line, said):
     assert line in message
     assert re.search(said, message.split("Triton says:")[1])
     with pytest.raises(jtops.errors.KernelCompileError):  # a failure is not remembered as success, nor as a broken future
+        lowered.text(f, X)
+
+
+def test_source_that_triton_cannot_read():
+    """Case 48: what fails before Triton compiles is told as what fails later."""
+    f = lambda x: jtops.triton_call(x, kernel=chained_kernel, out_type=x, grid=1)
+    said = (
+        r"(?s)kernel chained_kernel does not compile for sm_90; stage: reading its source; at .*test_compile.py.*Triton says: Simul"
+    )
+    with pytest.raises(jtops.errors.KernelCompileError, match=said):
         lowered.text(f, X)
 
 
