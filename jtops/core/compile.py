@@ -115,7 +115,7 @@ def _run_triton(kernel, bound, signature, folded, options, target):
         attrs={(i,): attr for i, (name, p) in enumerate(bound) if name not in folded and (attr := specialization(p)) is not None},
     )
     try:
-        return compat.triton.compile(source, target=target.gpu_target, options=options)
+        return compat.compile_source(source, target.gpu_target, options)
     except compat.CompilationError:
         raise
     except Exception as error:
