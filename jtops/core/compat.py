@@ -4,7 +4,10 @@ Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows
 keeps the Python function so that op files import, and using a kernel raises one clear error.
 """
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import os
@@ -14,6 +17,7 @@ import types
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config as jax_config
 from jax._src import core, dispatch, distributed, effects
 from jax._src.callback import emit_python_callback
@@ -30,13 +34,17 @@ __all__ = [
     "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
+    "AbstractRef",
     "Autotuner",
     "Heuristics",
     "TransformedRef",
     "ad",
     "apply_primitive",
     "cache_manager",
+    "compile_source",
+    "compiler_stages",
     "config_state",
+    "device_count",
     "discharge",
     "distributed_client",
     "effects_of",
@@ -47,15 +55,20 @@ __all__ = [
     "kernel_function",
     "kernel_key",
     "load_interpreter_module",
+    "make_backend",
     "manual_axes",
     "needs_devices_to_lower",
+    "ptx_call_refused",
+    "ptxas",
     "require_triton",
+    "settings",
     "shaped_array",
     "symbolic_zero",
     "tl",
     "triton",
     "vary_together",
     "varying_axes",
+    "with_settings",
     "zeros",
 ]
 
@@ -87,7 +100,26 @@ def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pat
 
     check(os.environ.get(name.upper()))
     keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
-    return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    state = jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    _states.append(state)
+    return state
+
+
+_states: list[Any] = []
+
+
+def settings() -> tuple:
+    """The values in force of all of our settings, for code that is traced again later."""
+    return tuple(state.value for state in _states)
+
+
+@contextlib.contextmanager
+def with_settings(values: tuple):
+    """Context in which our settings have the `values` that `settings` gave."""
+    with contextlib.ExitStack() as stack:
+        for state, value in zip(_states, values, strict=True):
+            stack.enter_context(state(value))
+        yield
 
 
 def distributed_client() -> tuple[Any, int] | None:
@@ -168,9 +200,37 @@ def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
 
 
+def device_count(ctx) -> int:
+    """How many devices the program being lowered is for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+
+
 def zeros(ctx, aval):
     """An array of zeros of type `aval`, in the program being lowered."""
     return full_like_aval(ctx, 0, aval)
+
+
+@functools.cache
+def ptx_call_refused(target: str) -> str | None:
+    """Why the XLA of this process' NVIDIA GPU has no custom call `target`; None if it has it, or if there is no such GPU.
+
+    The name is internal to XLA, so a program that does nothing is compiled to see.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None  # a program for elsewhere
+    ptx = r".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry probe(.param .u64 a)\n{ ret; }\n"
+    sizes = "".join(f", {n} = 1 : i32" for n in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"))
+    text = f'{{name = "probe", kernel_type = "ptx", kernel_data = "{ptx}"{sizes}, shared_mem_bytes = 0 : i32}}'
+    one = jax.ShapeDtypeStruct((1,), np.float32)
+    probe = jax.ffi.ffi_call(target, one, custom_call_api_version=2, legacy_backend_config=text)
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.default_device(device):
+            jax.jit(probe).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).split("\n", 1)[0]
+    return None
 
 
 def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
@@ -185,10 +245,14 @@ def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
 
 try:
     import triton
+
+    if _version(triton.__version__) < MIN_TRITON:
+        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.backends.compiler import GPUTarget, Language
+    from triton.backends.nvidia import compiler as nvidia_compiler
+    from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
     from triton.compiler import ASTSource
     from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
     from triton.compiler.errors import CompilationError
@@ -206,6 +270,11 @@ except ImportError as import_error:
     HAS_TRITON = INTERPRET_MODE = False
     BACKEND_OPTIONS = frozenset()
     _why = str(import_error)
+    if not _why.startswith("jtops needs"):
+        _why = (
+            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
+            f'implementation="xla". The import said: {_why}'
+        )
 
     class _Absent:
         """Stands for a Triton name at definition time: decorators keep their function, everything else is another of these."""
@@ -226,12 +295,42 @@ except ImportError as import_error:
 def require_triton() -> None:
     """Raise unless a Triton that jtops can use is installed."""
     if not HAS_TRITON:
-        raise ImportError(
-            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
-            f'implementation="xla". The import said: {_why}'
-        )
-    if _version(triton.__version__) < MIN_TRITON:
-        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
+        raise ImportError(_why)
+
+
+_scalar: contextvars.ContextVar[bool] = contextvars.ContextVar("_scalar", default=False)
+
+
+class _Optimizer:
+    """Triton's binding of LLVM that leaves the SLP vectorizer out where `_scalar` is set."""
+
+    def __init__(self, llvm):
+        self._llvm = llvm
+
+    def __getattr__(self, name):
+        return getattr(self._llvm, name)
+
+    def optimize_module(self, *args, disable_slp_vectorizer=False, **options):
+        return self._llvm.optimize_module(*args, disable_slp_vectorizer=disable_slp_vectorizer or _scalar.get(), **options)
+
+
+def compile_source(source, target, options) -> Any:
+    """``triton.compile``. In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a
+    kernel for sm_90 sums 16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
+    crashes = target.backend == "cuda" and target.arch == 90 and (3, 9) <= _version(triton.__version__) < (3, 10)
+    if crashes and not isinstance(nvidia_compiler.llvm, _Optimizer):
+        nvidia_compiler.llvm = _Optimizer(nvidia_compiler.llvm)
+    token = _scalar.set(crashes)
+    try:
+        return triton.compile(source, target=target, options=options)
+    finally:
+        _scalar.reset(token)
+
+
+def ptxas(capability: int) -> str:
+    """Path of the assembler that Triton uses for an NVIDIA GPU."""
+    require_triton()
+    return get_ptxas(capability).path
 
 
 def kernel_function(kernel) -> Any:
@@ -284,6 +383,13 @@ def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any
 def tma_data_type(elem_type: int, tf32: bool) -> int:
     """CUtensorMapDataType of the element type in Triton's record of a descriptor, which numbers those after 7 otherwise."""
     return 11 if tf32 else {8: 10, 9: 8, 10: 9}.get(elem_type, elem_type)
+
+
+def compiler_stages(backend, options) -> dict[str, Any]:
+    """A Triton compiler's passes by name, from Triton IR to machine code; each is ``stage(module, metadata)``."""
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    return stages
 
 
 def load_interpreter_module() -> Any:

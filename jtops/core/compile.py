@@ -68,6 +68,12 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
     return future.result()
 
 
+def variants(kernel) -> int:
+    """How many compiled forms of `kernel` this process holds."""
+    with _lock:
+        return sum(key[0] == compat.kernel_key(kernel) for key in _compiled)
+
+
 def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
     try:
         compiled, folded = _run_triton(kernel, bound, signature, ones, options, target), ones

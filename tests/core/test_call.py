@@ -192,7 +192,7 @@ def test_a_kernel_may_ask_for_its_launch_options(interpret):
     [
         ({"nn": 3}, TypeError, r"'nn' is neither a parameter of add_kernel\(.*\) nor an option of triton_call. Did you mean 'n'"),
         ({"num_warp": 4}, TypeError, "Did you mean 'num_warps'"),
-        ({"out_shape": X}, TypeError, "Did you mean 'out_type'"),
+        ({"out_types": X}, TypeError, "Did you mean 'out_type'"),
         ({"BLOCK": [128]}, TypeError, r"'BLOCK' is a compile-time constant and must be hashable; got \[128\] of type list"),
         ({"BLOCK": {"a": 1}}, TypeError, "'BLOCK'.*of type dict"),
         ({"BLOCK": np.array(128)}, TypeError, "'BLOCK'.*of type ndarray"),
