@@ -76,7 +76,7 @@ def load_or_compile(source, target, options: dict[str, Any]):
     source.make_ir = noted
     damage: str | None = None
     try:
-        compiled = compat.triton.compile(source, target=target, options=options)
+        compiled = compat.compile_source(source, target, options)
         damage = None if runs or _intact(compiled) else "its checksum differs"
     except (
         ValueError,
@@ -92,7 +92,7 @@ def load_or_compile(source, target, options: dict[str, Any]):
     if damage is not None:
         compat.forget_on_disk(source, target, options)  # raises what is wrong with `options`, if that was it
         log.warning("kernel %s: its entry in Triton's disk cache is damaged (%s); compiled anew.", source.name, damage)
-        compiled = compat.triton.compile(source, target=target, options=options)
+        compiled = compat.compile_source(source, target, options)
     if runs:
         compat.cache_manager(compiled.hash).put(json.dumps(_checksums(compiled)), _SEAL, binary=False)
     seconds = time.perf_counter() - start

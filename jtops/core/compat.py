@@ -5,6 +5,7 @@ keeps the Python function so that op files import, and using a kernel raises one
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +41,7 @@ __all__ = [
     "ad",
     "apply_primitive",
     "cache_manager",
+    "compile_source",
     "compiler_stages",
     "config_state",
     "device_count",
@@ -174,7 +176,8 @@ def effects_of(args, has_side_effect: bool) -> set:
 
 def keep_unused(primitive) -> None:
     """Keep calls of `primitive`, and all that they take, where nothing uses their results."""
-    partial_eval.dce_rules[primitive] = lambda used, equation: ([True] * len(equation.invars), equation)
+    # jax 0.11 calls it with (used results, equation), 0.12 with (used results, live operands, equation)
+    partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
 def discharge(primitive, rule) -> None:
@@ -243,9 +246,13 @@ def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
 
 try:
     import triton
+
+    if _version(triton.__version__) < MIN_TRITON:
+        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
     from triton.backends.compiler import GPUTarget, Language
+    from triton.backends.nvidia import compiler as nvidia_compiler
     from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
     from triton.compiler import ASTSource
     from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
@@ -264,6 +271,11 @@ except ImportError as import_error:
     HAS_TRITON = INTERPRET_MODE = False
     BACKEND_OPTIONS = frozenset()
     _why = str(import_error)
+    if not _why.startswith("jtops needs"):
+        _why = (
+            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
+            f'implementation="xla". The import said: {_why}'
+        )
 
     class _Absent:
         """Stands for a Triton name at definition time: decorators keep their function, everything else is another of these."""
@@ -284,12 +296,36 @@ except ImportError as import_error:
 def require_triton() -> None:
     """Raise unless a Triton that jtops can use is installed."""
     if not HAS_TRITON:
-        raise ImportError(
-            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
-            f'implementation="xla". The import said: {_why}'
-        )
-    if _version(triton.__version__) < MIN_TRITON:
-        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
+        raise ImportError(_why)
+
+
+_scalar: contextvars.ContextVar[bool] = contextvars.ContextVar("_scalar", default=False)
+
+
+class _Optimizer:
+    """Triton's binding of LLVM that leaves the SLP vectorizer out where `_scalar` is set."""
+
+    def __init__(self, llvm):
+        self._llvm = llvm
+
+    def __getattr__(self, name):
+        return getattr(self._llvm, name)
+
+    def optimize_module(self, *args, disable_slp_vectorizer=False, **options):
+        return self._llvm.optimize_module(*args, disable_slp_vectorizer=disable_slp_vectorizer or _scalar.get(), **options)
+
+
+def compile_source(source, target, options) -> Any:
+    """``triton.compile``. In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a
+    kernel for sm_90 sums 16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
+    crashes = target.backend == "cuda" and target.arch == 90 and (3, 9) <= _version(triton.__version__) < (3, 10)
+    if crashes and not isinstance(nvidia_compiler.llvm, _Optimizer):
+        nvidia_compiler.llvm = _Optimizer(nvidia_compiler.llvm)
+    token = _scalar.set(crashes)
+    try:
+        return triton.compile(source, target=target, options=options)
+    finally:
+        _scalar.reset(token)
 
 
 def ptxas(capability: int) -> str:

@@ -52,6 +52,27 @@ def chained_kernel(x_ptr, o_ptr):
 
 
 @triton.jit
+def _inner(x):
+    return x + elsewhere  # noqa: F821
+
+
+@triton.jit
+def _outer(x):
+    return _inner(x)
+
+
+@triton.jit
+def helper_kernel(x_ptr, o_ptr):
+    tl.store(o_ptr, _outer(tl.load(x_ptr)))
+
+
+@triton.jit
+def library_kernel(x_ptr, o_ptr):
+    x = tl.load(x_ptr + tl.arange(0, 8))
+    tl.store(o_ptr + tl.arange(0, 8), tl.sort(x, dim=3))
+
+
+@triton.jit
 def shared_kernel(x_ptr, o_ptr):
     m, k = tl.arange(0, 128), tl.arange(0, 512)
     x = tl.load(x_ptr + m[:, None] * 512 + k[None, :])
@@ -140,6 +161,8 @@ def test_options_reach_the_compiler():
         (range_kernel, "i = tl.arange(0, 100)", "power of two|power of 2"),
         (shape_kernel, "tl.store(o_ptr + tl.arange(0, 128), x)", "[Cc]annot|shape"),
         (undefined_kernel, "tl.store(o_ptr, nowhere)", "nowhere is not defined"),
+        (helper_kernel, "tl.store(o_ptr, _outer(", r"(?s)return _inner\(x\).*return x \+ elsewhere.*elsewhere is not defined"),
+        (library_kernel, "tl.store(o_ptr + tl.arange(0, 8), tl.sort", "only minor dimension is currently supported"),
     ],
 )
 def test_compile_errors_show_the_line(kernel, line, said):
@@ -171,7 +194,7 @@ def test_source_that_triton_cannot_read():
 def test_too_much_shared_memory():
     out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     f = lambda x: jtops.triton_call(x, kernel=shared_kernel, out_type=out, grid=1)
-    with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376"):
+    with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376 .*options: \{'"):
         lowered.text(f, jax.ShapeDtypeStruct((128, 512), jnp.float16), target="sm_86")
 
 
