@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import jtops
-from jtops.core import compat, lowering
 from jtops.core import compile as compile_module
+from jtops.core import lowering
 from jtops.core.compat import tl, triton
 from jtops.core.target import MAX_SHARED_BYTES, Target
 from tests.kernels import lowered, resources
@@ -257,11 +257,14 @@ def test_threads_compile_a_kernel_once(monkeypatch):
     assert len(runs) == 2
 
 
-def test_versions_are_checked(monkeypatch):
-    """Case 48: a Triton too old for us is named at first use."""
-    monkeypatch.setattr(compat.triton, "__version__", "3.1.0")
-    with pytest.raises(ImportError, match=r"needs triton >= 3\.6; found triton 3\.1\.0"):
-        copied(interpret=True)(jnp.ones(1024))
-    script = "import jax; jax.__version__ = '0.10.0'; import jtops"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "jtops needs jax >= 0.11.2; found jax 0.10.0" in run.stderr
+def test_versions_are_checked():
+    """Case 48: a Triton too old for us is named at first use, a JAX too old at import."""
+    for script, said in (
+        (
+            "import triton; triton.__version__ = '3.1.0'; import jtops; jtops.triton_call(kernel=None, out_type=None, grid=1)",
+            "ImportError: jtops needs triton >= 3.6; found triton 3.1.0",
+        ),
+        ("import jax; jax.__version__ = '0.10.0'; import jtops", "jtops needs jax >= 0.11.2; found jax 0.10.0"),
+    ):
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert said in run.stderr
