@@ -176,7 +176,8 @@ def effects_of(args, has_side_effect: bool) -> set:
 
 def keep_unused(primitive) -> None:
     """Keep calls of `primitive`, and all that they take, where nothing uses their results."""
-    partial_eval.dce_rules[primitive] = lambda used, equation: ([True] * len(equation.invars), equation)
+    # jax 0.11 calls it with (used results, equation), 0.12 with (used results, live operands, equation)
+    partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
 def discharge(primitive, rule) -> None:

@@ -90,12 +90,12 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
     if meta.shared > target.max_shared_bytes:
         raise KernelCompileError(
             f"kernel {kernel.__name__}: needs {meta.shared} bytes of shared memory, {target} has {target.max_shared_bytes} for a "
-            f"program; use smaller blocks or fewer stages. Options: {options}."
+            f"program; use smaller blocks or fewer stages. Constants: {_constants(bound)}; options: {options}."
         )
     if (columns := getattr(meta, "tmem_size", None) or 0) > MAX_TENSOR_MEMORY:
         raise KernelCompileError(
             f"kernel {kernel.__name__}: needs {columns} columns of tensor memory, {target} has {MAX_TENSOR_MEMORY}; use "
-            f"smaller blocks or fewer accumulators. Options: {options}."
+            f"smaller blocks or fewer accumulators. Constants: {_constants(bound)}; options: {options}."
         )
     return CompiledKernel(
         name=meta.name,
@@ -114,7 +114,7 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
 
 def _run_triton(kernel, bound, signature, folded, options, target):
     declared = kernel.params
-    constants = {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)} | dict.fromkeys(folded, 1)
+    constants = _constants(bound) | dict.fromkeys(folded, 1)
     paths = {name: path for path, name, _ in leaves(bound)}
     names = iter(paths)
 
@@ -146,6 +146,10 @@ def _run_triton(kernel, bound, signature, folded, options, target):
         raise _compile_error(kernel, target, stage, error) from error
 
 
+def _constants(bound) -> dict:
+    return {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)}
+
+
 def _compile_error(kernel, target, stage, error) -> KernelCompileError:
     file, first = inspect.getsourcefile(kernel.fn), kernel.starting_line_number
     line = getattr(getattr(error, "node", None), "lineno", None)
@@ -153,8 +157,13 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
     if line is not None:  # counted by Triton from the line of `def`
         offset = next(i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def ")) + line - 1
         where, source = f"{file}:{first + offset}", f"\n    {kernel.raw_src[offset].strip()}"
+    said = str(error)
+    while isinstance(error := error.__cause__, compat.CompilationError):  # in a helper, of which the outer error says nothing
+        said += f"\nand of the helper that is called there: {error}"
+    if said.endswith("PassManager::run failed"):
+        said += " (its reason, with the kernel's line, is on stderr)"
     return KernelCompileError(
-        f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {error}"
+        f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
     )
 
 

@@ -71,6 +71,8 @@ def _with_constants(ptx: str, params: list, pads: int) -> str:
         if not isinstance(param, Scalar):
             kept.append(line)
             continue
+        if param.type not in _FORMATS:
+            raise UnfitError(f"it takes a number of type {param.type}")
         value = struct.pack(_FORMATS[param.type], param.value)
         head += f".const .align 8 .b8 {name}[{len(value)}] = {{{', '.join(map(str, value))}}};\n"
         load = rf"\bld\.param(\.[\w.]+\s+[^\[;\n]*\[\s*{re.escape(name)}\b)"

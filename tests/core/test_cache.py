@@ -163,6 +163,7 @@ def test_what_tells_kernels_apart():
     assert (after.compiled, after.memory_hits - before.memory_hits) == (before.compiled, 2)
 
 
+@pytest.mark.spec("a second process starts with warm kernels")
 def test_statistics_and_clear():
     assert counts() == (0, 0, 0, 0)
     kernel = compiled(scaled)
@@ -281,6 +282,7 @@ def results(started):
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
+@pytest.mark.spec("a second process starts with warm kernels")
 @pytest.mark.slow
 def test_many_processes_and_one_empty_directory():
     """Cases 43 and 49: four start at once on nothing; a fifth finds everything."""
