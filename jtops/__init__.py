@@ -6,6 +6,7 @@ from jtops import config, errors, utils
 from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
+from jtops.core.explain import explain
 from jtops.core.sharded import ShardingRule, sharded_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
@@ -13,7 +14,7 @@ from jtops.kernels._lib.launch import Config
 from jtops.kernels.add import add
 from jtops.kernels.flash_attention import flash_attention
 from jtops.kernels.matmul import matmul
-from jtops.kernels.norm import layer_norm, rms_norm
+from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jtops.kernels.softmax import softmax
 
 __all__ = [
@@ -23,9 +24,12 @@ __all__ = [
     "TensorDescriptor",
     "UnsupportedError",
     "add",
+    "add_layer_norm",
+    "add_rms_norm",
     "cdiv",
     "config",
     "errors",
+    "explain",
     "flash_attention",
     "layer_norm",
     "matmul",

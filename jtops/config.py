@@ -25,7 +25,7 @@ from typing import Literal
 
 from jtops.core import compat
 
-__all__ = ["Implementation", "implementation", "interpret", "launch", "target"]
+__all__ = ["Implementation", "implementation", "interpret", "launch", "target", "tuning"]
 
 Implementation = Literal["triton", "xla", "interpret"]
 
@@ -41,6 +41,13 @@ target = compat.config_state(
     "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
     "lowering on a machine without that GPU. None: the device itself.",
     pattern=r"(sm_?)?\d{2,3}a?|\d{1,2}\.\d|gfx[0-9a-f]{3,4}",
+)
+
+tuning = compat.config_state(
+    "jtops_tuning",
+    "When the configs of a kernel under @triton.autotune are timed: 'always' (once in every process), 'never' (the table on disk, "
+    "else the first config that compiles), or 'cached', the same as None (the table on disk, else timed, where there is a GPU).",
+    values=("cached", "always", "never"),
 )
 
 launch = compat.config_state(

@@ -12,7 +12,7 @@ from jax.interpreters import ad
 from jax.interpreters.batching import primitive_batchers
 
 from jtops import config
-from jtops.core import batching, compat, inplace, legacy, lowering, target
+from jtops.core import autotune, batching, compat, inplace, legacy, lowering, target
 from jtops.core.batching import GridBatch
 from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.sharded import ShardingRule, by_rule, refuse_sharded
@@ -123,7 +123,8 @@ def triton_call(
     Args:
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
         and tuples of these, which the kernel gets as tuples.
-      kernel: a ``@triton.jit`` or ``@gluon.jit`` function.
+      kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
+        config is settled while tracing (`jtops.core.autotune`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
         structure.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
@@ -164,9 +165,11 @@ def triton_call(
     kwargs, out_type, backend_options, compute_capability = legacy.keywords(
         kernel, kwargs, out_type, backend_options, compute_capability
     )
-    if sharding_rule is not None:
-        own = {k: v for k, v in locals().items() if k in _KEYWORDS and k not in ("sharding_rule", "out_type", "grid")}
-        return by_rule(triton_call, args, kwargs, own, sharding_rule=sharding_rule, out_type=out_type, grid=grid)
+    given = {name: value for name, value in locals().items() if name in _KEYWORDS}
+    if sharding_rule is not None:  # first: what follows is then about one shard
+        return by_rule(triton_call, args, kwargs, given)
+    if autotune.is_decorated(kernel):
+        return autotune.call(triton_call, args, kwargs, given)
     function = compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug)

@@ -5,8 +5,10 @@ keeps the Python function so that op files import, and using a kernel raises one
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -17,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import config as jax_config
-from jax._src import core, dispatch, effects
+from jax._src import core, dispatch, distributed, effects
 from jax._src.callback import emit_python_callback
 from jax._src.interpreters import partial_eval
 from jax._src.interpreters.mlir import full_like_aval
@@ -38,11 +40,15 @@ __all__ = [
     "TransformedRef",
     "ad",
     "apply_primitive",
+    "cache_manager",
+    "compile_source",
     "compiler_stages",
     "config_state",
     "device_count",
     "discharge",
+    "distributed_client",
     "effects_of",
+    "forget_on_disk",
     "gpu_triton",
     "host_callback",
     "keep_unused",
@@ -53,6 +59,7 @@ __all__ = [
     "manual_axes",
     "needs_devices_to_lower",
     "ptx_call_refused",
+    "ptxas",
     "require_triton",
     "settings",
     "shaped_array",
@@ -113,6 +120,13 @@ def with_settings(values: tuple):
         for state, value in zip(_states, values, strict=True):
             stack.enter_context(state(value))
         yield
+
+
+def distributed_client() -> tuple[Any, int] | None:
+    """(key-value client, number of this process) of a program of several processes, else None."""
+    state = distributed.global_state
+    several = state.client is not None and (state.num_processes or 1) > 1
+    return (state.client, state.process_id) if several else None
 
 
 def needs_devices_to_lower(primitive) -> None:
@@ -232,17 +246,22 @@ def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
 
 try:
     import triton
+
+    if _version(triton.__version__) < MIN_TRITON:
+        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
     from triton.backends.compiler import GPUTarget, Language
-    from triton.backends.nvidia.compiler import CUDAOptions
+    from triton.backends.nvidia import compiler as nvidia_compiler
+    from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
     from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.language import str_to_ty
     from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.cache import get_cache_key, get_cache_manager
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -252,6 +271,11 @@ except ImportError as import_error:
     HAS_TRITON = INTERPRET_MODE = False
     BACKEND_OPTIONS = frozenset()
     _why = str(import_error)
+    if not _why.startswith("jtops needs"):
+        _why = (
+            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
+            f'implementation="xla". The import said: {_why}'
+        )
 
     class _Absent:
         """Stands for a Triton name at definition time: decorators keep their function, everything else is another of these."""
@@ -272,12 +296,42 @@ except ImportError as import_error:
 def require_triton() -> None:
     """Raise unless a Triton that jtops can use is installed."""
     if not HAS_TRITON:
-        raise ImportError(
-            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
-            f'implementation="xla". The import said: {_why}'
-        )
-    if _version(triton.__version__) < MIN_TRITON:
-        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
+        raise ImportError(_why)
+
+
+_scalar: contextvars.ContextVar[bool] = contextvars.ContextVar("_scalar", default=False)
+
+
+class _Optimizer:
+    """Triton's binding of LLVM that leaves the SLP vectorizer out where `_scalar` is set."""
+
+    def __init__(self, llvm):
+        self._llvm = llvm
+
+    def __getattr__(self, name):
+        return getattr(self._llvm, name)
+
+    def optimize_module(self, *args, disable_slp_vectorizer=False, **options):
+        return self._llvm.optimize_module(*args, disable_slp_vectorizer=disable_slp_vectorizer or _scalar.get(), **options)
+
+
+def compile_source(source, target, options) -> Any:
+    """``triton.compile``. In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a
+    kernel for sm_90 sums 16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
+    crashes = target.backend == "cuda" and target.arch == 90 and (3, 9) <= _version(triton.__version__) < (3, 10)
+    if crashes and not isinstance(nvidia_compiler.llvm, _Optimizer):
+        nvidia_compiler.llvm = _Optimizer(nvidia_compiler.llvm)
+    token = _scalar.set(crashes)
+    try:
+        return triton.compile(source, target=target, options=options)
+    finally:
+        _scalar.reset(token)
+
+
+def ptxas(capability: int) -> str:
+    """Path of the assembler that Triton uses for an NVIDIA GPU."""
+    require_triton()
+    return get_ptxas(capability).path
 
 
 def kernel_function(kernel) -> Any:
@@ -305,6 +359,21 @@ def kernel_key(kernel) -> str:
         if not INTERPRET_MODE:
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def cache_manager(key: str) -> Any:
+    """Triton's reader and writer of one folder of its disk cache."""
+    return get_cache_manager(key)
+
+
+def forget_on_disk(source, target, options: dict[str, Any]) -> None:
+    """Remove what makes Triton's disk cache hold the compilation of `source`: the list of its files."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
+        os.unlink(path)
 
 
 def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:

@@ -1,13 +1,14 @@
 """A bound kernel into machine code for a target, once per process; Triton keeps it on disk between processes."""
 
 import dataclasses
+import hashlib
 import inspect
 import re
 import threading
 from concurrent.futures import Future
 from typing import Any
 
-from jtops.core import compat
+from jtops.core import cache, compat
 from jtops.core.target import Target
 from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
 from jtops.errors import KernelCompileError
@@ -32,7 +33,7 @@ class CompiledKernel:
     triton_kernel: Any  # Triton's own object, for its intermediate texts
 
 
-_compiled: dict[Any, Future] = {}
+_compiled: dict[Any, Future] = cache.store({})
 _lock = threading.Lock()  # guards the dict above, never held while compiling
 
 
@@ -62,6 +63,8 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
             with _lock:
                 _compiled.pop(key, None)
             future.set_exception(error)
+    else:
+        cache.count(memory_hits=1)
     return future.result()
 
 
@@ -87,12 +90,12 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
     if meta.shared > target.max_shared_bytes:
         raise KernelCompileError(
             f"kernel {kernel.__name__}: needs {meta.shared} bytes of shared memory, {target} has {target.max_shared_bytes} for a "
-            f"program; use smaller blocks or fewer stages. Options: {options}."
+            f"program; use smaller blocks or fewer stages. Constants: {_constants(bound)}; options: {options}."
         )
     if (columns := getattr(meta, "tmem_size", None) or 0) > MAX_TENSOR_MEMORY:
         raise KernelCompileError(
             f"kernel {kernel.__name__}: needs {columns} columns of tensor memory, {target} has {MAX_TENSOR_MEMORY}; use "
-            f"smaller blocks or fewer accumulators. Options: {options}."
+            f"smaller blocks or fewer accumulators. Constants: {_constants(bound)}; options: {options}."
         )
     return CompiledKernel(
         name=meta.name,
@@ -111,7 +114,7 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
 
 def _run_triton(kernel, bound, signature, folded, options, target):
     declared = kernel.params
-    constants = {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)} | dict.fromkeys(folded, 1)
+    constants = _constants(bound) | dict.fromkeys(folded, 1)
     paths = {name: path for path, name, _ in leaves(bound)}
     names = iter(paths)
 
@@ -131,13 +134,20 @@ def _run_triton(kernel, bound, signature, folded, options, target):
             if name not in folded and (attribute := specialization(p, declared[path[0]])) is not None
         },
     )
+    if renamed := cache.distinct_helpers(kernel):
+        content = source.hash() + renamed
+        source.hash = lambda: hashlib.sha256(content.encode()).hexdigest()
     try:
-        return compat.triton.compile(source, target=target.gpu_target, options=options)
+        return cache.load_or_compile(source, target.gpu_target, options)
     except compat.CompilationError:
         raise
     except Exception as error:
         stage = "ptxas" if type(error).__name__ == "PTXASError" else "back end (Triton IR to machine code)"
         raise _compile_error(kernel, target, stage, error) from error
+
+
+def _constants(bound) -> dict:
+    return {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)}
 
 
 def _compile_error(kernel, target, stage, error) -> KernelCompileError:
@@ -147,8 +157,13 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
     if line is not None:  # counted by Triton from the line of `def`
         offset = next(i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def ")) + line - 1
         where, source = f"{file}:{first + offset}", f"\n    {kernel.raw_src[offset].strip()}"
+    said = str(error)
+    while isinstance(error := error.__cause__, compat.CompilationError):  # in a helper, of which the outer error says nothing
+        said += f"\nand of the helper that is called there: {error}"
+    if said.endswith("PassManager::run failed"):
+        said += " (its reason, with the kernel's line, is on stderr)"
     return KernelCompileError(
-        f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {error}"
+        f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
     )
 
 

@@ -1,8 +1,8 @@
 """Running a Triton kernel with NumPy on the host: no GPU, no torch, no environment variable, any thread.
 
-The kernel's own code object runs, with other globals: every Triton builtin it can reach is bound to a semantic that computes
-with NumPy, every jitted helper is interpreted in turn, everything else is what it was. Nothing of Triton is patched, so kernels
-may be compiled and interpreted at the same time. Python integers and floats play the part of Triton's compile-time constants.
+The kernel's own source runs (`rewrite` says with which changes), with other globals: every Triton builtin it can reach is bound to
+a semantic that computes with NumPy, every jitted helper is interpreted in turn, everything else is what it was. Nothing of Triton
+is patched, so kernels may be compiled and interpreted at the same time. Python's numbers play the part of compile-time constants.
 
 Beyond computing what the GPU would, a run checks what a GPU does not: each load and store must fall inside an operand or a
 result, inputs are read-only, and results start as NaN, so that what a kernel forgets to write shows.
@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jtops.core import compat
+from jtops.core import compat, rewrite
+from jtops.core.numpy_language import Language, map_tuple
 from jtops.core.numpy_machine import Memory, make_builder, numpy_type
 from jtops.core.types import (
     NUMPY_TYPES,
@@ -66,7 +67,7 @@ def _machine() -> "_Machine":
         return _build_machine()
 
 
-class _Machine:
+class _Machine(Language):
     """Triton's language bound to NumPy. One per process; what belongs to a run lives in thread-local `state`."""
 
     def __init__(self):
@@ -78,7 +79,18 @@ class _Machine:
         builder = make_builder(base, state)
 
         class Semantic(base.TritonSemantic):  # type: ignore[name-defined]
-            """Triton's type rules over the NumPy builder."""
+            """Triton's type rules over the NumPy builder, which has what they ask the hardware for."""
+
+            def atomic_max(self, ptr, val, mask, sem, scope):
+                ptr, val, mask = self.atom_red_typechecking_impl(ptr, val, mask, "max")
+                return self.tensor(builder.atomic(np.fmax, ptr.handle, val.handle, mask.handle), val.type)
+
+            def atomic_min(self, ptr, val, mask, sem, scope):
+                ptr, val, mask = self.atom_red_typechecking_impl(ptr, val, mask, "min")
+                return self.tensor(builder.atomic(np.fmin, ptr.handle, val.handle, mask.handle), val.type)
+
+            def _has_native_tma(self):
+                return True
 
         class Tensor(tl.tensor):  # type: ignore[name-defined]
             """A Triton tensor whose methods need no compiler context."""
@@ -106,14 +118,22 @@ class _Machine:
 
         Semantic.tensor = Tensor
         self.semantic, self.tensor = Semantic(builder), Tensor
-        for name, member in inspect.getmembers(tl.tensor):
-            if _is_builtin(member):
-                setattr(Tensor, name, self._bind(member))
-            elif isinstance(member, compat.JITFunction) or type(member).__name__ == "InterpretedFunction":
-                setattr(Tensor, name, functools.partialmethod(self._call_helper, member))
+        for name, member in self._bound_members(tl.tensor).items():
+            setattr(Tensor, name, member)
         Tensor.T = property(lambda x: x.trans())
-        self.overrides = {id(f): g for f, g in self._overrides()}  # keyed by identity: one function goes by several names
-        self.builtins = {"range": self._range, "min": self._min_max(min, tl.minimum), "max": self._min_max(max, tl.maximum)}
+        self.descriptor = type("Descriptor", (tl.tensor_descriptor,), self._bound_members(tl.tensor_descriptor))
+        self.replaced = {id(f): g for f, g in self.overrides()}  # keyed by identity: one function goes by several names
+        self.names = self.builtins()
+
+    def _bound_members(self, cls) -> dict[str, Any]:
+        """The methods of a Triton class that ask for a compiler context, or are jitted, without that need."""
+        bound: dict[str, Any] = {}
+        for name, member in inspect.getmembers(cls):
+            if _is_builtin(member):
+                bound[name] = self._bind(member)
+            elif _is_jitted(member):
+                bound[name] = functools.partialmethod(self._call_helper, member)
+        return bound
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -123,14 +143,14 @@ class _Machine:
 
         def value(param):
             if isinstance(param, Constexpr):
-                return param.value
+                return map_tuple(self.convert, param.value)
             if isinstance(param, Items):
                 return param.of(map(value, param.items))
             if isinstance(param, Descriptor):
                 sizes = [value(Scalar(n, "i32")) for n in param.shape]
                 strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
                 block = [tl.constexpr(b) for b in param.block_shape]
-                return self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding)
+                return self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
             if isinstance(param, Operand | Result):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))
@@ -159,11 +179,9 @@ class _Machine:
             plain = kernel.fn
             names = _names(plain.__code__)
             scope = {n: self.convert(plain.__globals__[n]) for n in names if n in plain.__globals__}
-            scope |= {n: f for n, f in self.builtins.items() if n in names and n not in scope}
-            cells = tuple(types.CellType(self.convert(c.cell_contents)) for c in plain.__closure__ or ())
-            made = types.FunctionType(plain.__code__, scope | {"__builtins__": builtins}, plain.__name__, None, cells)
-            made.__defaults__ = tuple(getattr(d, "value", d) for d in plain.__defaults__ or ()) or None
-            made.__kwdefaults__ = {n: getattr(d, "value", d) for n, d in (plain.__kwdefaults__ or {}).items()}
+            scope |= {n: f for n, f in self.names.items() if n not in scope}
+            cells = tuple(self.convert(c.cell_contents) for c in plain.__closure__ or ())
+            made = rewrite.function(kernel, scope | {"__builtins__": builtins}, cells)
             made.__dict__["jit_function"] = kernel
             functions[id(kernel)] = made
         return functions[id(kernel)]
@@ -173,9 +191,9 @@ class _Machine:
 
     def convert(self, value: Any) -> Any:
         """What a name inside a kernel stands for."""
-        if id(value) in self.overrides:
-            return self.overrides[id(value)]
-        if isinstance(value, compat.JITFunction) or type(value).__name__ == "InterpretedFunction":
+        if id(value) in self.replaced:
+            return self.replaced[id(value)]
+        if _is_jitted(value):
             return _Helper(self, compat.kernel_function(value))
         if _is_builtin(value):
             return self._bind(value)
@@ -208,96 +226,12 @@ class _Machine:
         """Some builtins make plain tensors; those would ask for a compiler context at their next operation."""
         if isinstance(value, tuple):
             return tuple(map(self._own, value))
+        if isinstance(value, self.tl.tensor_descriptor) and not isinstance(value, self.descriptor):
+            own: Any = object.__new__(self.descriptor)
+            own.__dict__.update(vars(value))
+            return own
         plain = isinstance(value, self.tl.tensor) and not isinstance(value, self.tensor)
         return self.tensor(value.handle, value.type) if plain else value
-
-    # ------------------------------------------------------------------------------- what has no meaning as a builder op
-
-    def _overrides(self):
-        tl = self.tl
-        same = lambda x, *_, **__: x  # hints to the compiler
-        yield from ((hint, same) for hint in (tl.multiple_of, tl.max_contiguous, tl.max_constancy))
-        yield from ((tl.range, self._range), (tl.reduce, self._reduce), (tl.associative_scan, self._scan))
-        yield tl.core._reduce_with_indices, self._reduce_with_indices
-        yield tl.static_range, lambda *args, **_: range(*map(int, args))
-        yield tl.static_print, print
-        yield tl.static_assert, self._static_assert
-
-    @staticmethod
-    def _static_assert(condition, message=""):
-        if not condition:
-            raise AssertionError(f"static_assert failed: {message}")
-
-    def _range(self, *bounds, step=None, **_):
-        """A loop counter is a number of the machine, not a constant: kernels call methods on it."""
-        bounds = (*bounds, step) if step is not None else bounds
-        wide = any(isinstance(b, self.tensor) and b.dtype.primitive_bitwidth == 64 for b in bounds)
-        ty = self.tl.int64 if wide else self.tl.int32
-        for i in range(*(int(getattr(b, "value", b)) for b in bounds)):
-            yield self.tensor(self.handle(np.array([i], numpy_type(ty)), ty), ty)
-
-    def _min_max(self, python, builtin):
-        both = self._bind(builtin)
-        return lambda *args: both(*args) if any(isinstance(a, self.tensor) for a in args) else python(*args)
-
-    def _wrap(self, data: np.ndarray, ty):
-        if data.ndim == 0:
-            return self.tensor(self.handle(data.reshape(1), ty), ty)
-        return self.tensor(self.handle(data, ty), self.tl.block_type(ty, list(data.shape)))
-
-    def _reduce(self, source, axis, combine_fn, keep_dims=False, **_):
-        tensors = source if isinstance(source, tuple) else (source,)
-        arrays, kinds = [t.handle.data for t in tensors], [t.dtype for t in tensors]
-        rank = arrays[0].ndim
-        axis = getattr(axis, "value", axis)
-        if axis is None:
-            arrays, axes = [a.reshape(-1) for a in arrays], tuple(range(rank))
-        else:
-            arrays, axes = [np.moveaxis(a, axis, 0) for a in arrays], (axis % rank,)
-        ufunc = self._known(combine_fn) if len(arrays) == 1 else None
-        if ufunc is not None:
-            arrays = [ufunc.reduce(arrays[0], axis=0, keepdims=True).astype(arrays[0].dtype)]
-        while len(arrays[0]) > 1:  # neighbours combine, so order is kept: block sizes are powers of two
-            halves = [[self._wrap(a[start::2], ty) for a, ty in zip(arrays, kinds, strict=True)] for start in (0, 1)]
-            out = combine_fn(*halves[0], *halves[1])
-            arrays = [t.handle.data.reshape(len(arrays[0]) // 2, *arrays[0].shape[1:]) for t in _tuple(out)]
-        arrays = [np.expand_dims(a[0], axes) if keep_dims else a[0] for a in arrays]
-        out = tuple(self._wrap(a, ty) for a, ty in zip(arrays, kinds, strict=True))
-        return out if isinstance(source, tuple) else out[0]
-
-    def _reduce_with_indices(self, source, axis, combine_fn, keep_dims=False, **_):
-        shape, axis = source.handle.data.shape, getattr(axis, "value", axis)
-        index = np.expand_dims(
-            np.arange(shape[axis], dtype=np.int32), tuple(i for i in range(len(shape)) if i != axis % len(shape))
-        )
-        return self._reduce((source, self._wrap(np.broadcast_to(index, shape), self.tl.int32)), axis, combine_fn, keep_dims)
-
-    def _scan(self, source, axis, combine_fn, reverse=False, **_):
-        tensors = source if isinstance(source, tuple) else (source,)
-        kinds, axis = [t.dtype for t in tensors], getattr(axis, "value", axis)
-        step = -1 if getattr(reverse, "value", reverse) else 1
-        arrays = [np.moveaxis(t.handle.data, axis, 0)[::step] for t in tensors]
-        ufunc = self._known(combine_fn) if len(arrays) == 1 else None
-        if ufunc is np.add:
-            done = [np.cumsum(arrays[0], axis=0, dtype=arrays[0].dtype)]
-        else:
-            done = [np.array(a) for a in arrays]
-            for i in range(1, len(done[0])):
-                left, right = ([self._wrap(a[j], ty) for a, ty in zip(done, kinds, strict=True)] for j in (i - 1, i))
-                for a, t in zip(done, _tuple(combine_fn(*left, *right)), strict=True):
-                    a[i] = t.handle.data.reshape(a[i].shape)
-        out = tuple(self._wrap(np.moveaxis(a[::step], 0, axis), ty) for a, ty in zip(done, kinds, strict=True))
-        return out if isinstance(source, tuple) else out[0]
-
-    def _known(self, combine_fn):
-        standard = self.tl.standard
-        known = (
-            (standard._sum_combine, np.add),
-            (standard._elementwise_max, np.fmax),  # as the hardware's: NaN loses
-            (standard._elementwise_min, np.fmin),
-        )
-        kernel = getattr(combine_fn, "jit_function", None)
-        return next((ufunc for helper, ufunc in known if compat.kernel_function(helper) is kernel), None)
 
 
 class _Helper:
@@ -324,8 +258,8 @@ def _is_builtin(value) -> bool:
     return callable(value) and getattr(value, "__triton_builtin__", False)
 
 
-def _tuple(value):
-    return value if isinstance(value, tuple | list) else (value,)
+def _is_jitted(value) -> bool:
+    return isinstance(value, compat.JITFunction) or type(value).__name__ == "InterpretedFunction"
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jtops.core import compat, dump, host_call, inplace, interpret, ptx_launch
+from jtops.core import compat, dump, host_call, inplace, interpret, notes, ptx_launch
 from jtops.core.compile import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
@@ -20,11 +20,13 @@ from jtops.core.types import Descriptor, Operand, Result, Scalar, array_of, leav
 from jtops.errors import UnsupportedError
 
 LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
+_INTERPRETED = 'interpret=True, implementation="interpret" or jtops_implementation asks for it'
 
 
 def lower_gpu(ctx, *operands, call, platform):
     """Lowering rule for cuda and rocm."""
     if call.interpret:
+        notes.add(call.name, "interpreter", _INTERPRETED, platform, call)
         run = functools.partial(_interpreted, call, ctx.avals_out)
         return compat.host_callback(ctx, run, *operands, has_side_effect=call.has_side_effect)
     if compat.gpu_triton is None or not hasattr(compat.gpu_triton, "TritonKernel"):
@@ -34,6 +36,8 @@ def lower_gpu(ctx, *operands, call, platform):
     compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
     inner, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
     text = ptx_launch.chosen_text(call, compiled, buffers=len(inner.avals_in) + len(inner.avals_out))
+    path = LAUNCH_TARGET if text is None else ptx_launch.TARGET
+    notes.add(call.name, path, f"the program is for {platform}", platform, call, compiled)
     if text is not None:
         results = ptx_launch.lower(inner, values, call, compiled, text, aliases)
     else:
@@ -53,6 +57,7 @@ def lower_host(ctx, *operands, call):
             "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU; to lower for one "
             f'that is not there: jax.jit(f).trace(x).lower(lowering_platforms=("{platform}",)).'
         )
+    notes.add(call.name, "interpreter", _INTERPRETED, _platform(ctx), call)
     content = (compat.kernel_key(call.kernel), call.bound, call.grid, call.aliases, call.zeroed, ctx.avals_in, ctx.avals_out)
     key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
     run = functools.partial(interpret.run, call.kernel, call.bound, call.grid, aliases=call.aliases, zeroed=call.zeroed)

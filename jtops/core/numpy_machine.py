@@ -58,6 +58,24 @@ class Memory:
         for buffer, there, index in self._pieces(addresses[mask], which, values.dtype):
             buffer[index] = values[mask][there]
 
+    def update(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, change) -> np.ndarray:
+        """Replace what lies at `addresses` by ``change(it, value)`` where the mask is true, one lane after the other, and return
+        what each lane found (zero where the mask is false)."""
+        addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
+        found = np.zeros(values.shape, values.dtype)
+        which = self.find(addresses[mask], values.dtype.itemsize, "atomic")
+        old, new = np.empty(which.shape, values.dtype), values[mask]
+        for buffer, there, index in self._pieces(addresses[mask], which, values.dtype):
+            if len(np.unique(index)) == len(index):
+                old[there] = buffer[index]
+                buffer[index] = change(old[there], new[there])
+                continue
+            for lane, i in zip(np.flatnonzero(there), index, strict=True):  # lanes that meet in one place
+                old[lane] = buffer[i]
+                buffer[i] = change(old[lane : lane + 1], new[lane : lane + 1])[0]
+        found[mask] = old
+        return found
+
     def find(self, addresses: np.ndarray, itemsize: int, verb: str) -> np.ndarray:
         """The buffer of each address; IndexError unless each lies in one, and in a result if it is not only loaded."""
         which = np.searchsorted(self.starts, addresses, "right").astype(np.int64) - 1
@@ -98,39 +116,107 @@ def short_name(ty) -> str:
     return ty.name.replace("uint", "u").replace("int", "i")
 
 
+_CHANGES = {
+    "ADD": np.add, "FADD": np.add, "AND": np.bitwise_and, "OR": np.bitwise_or, "XOR": np.bitwise_xor, "INC": np.add,
+    "MAX": np.maximum, "UMAX": np.maximum, "MIN": np.minimum, "UMIN": np.minimum, "XCHG": lambda old, new: new,
+}  # fmt: skip
+
+
 def make_builder(base: Any, state: Any) -> Any:
     """Triton's NumPy builder with true bf16 and fp8 arithmetic, checked memory, and its position per thread."""
 
     handle = base.TensorHandle
     low = ("bf16", "fp8")
+    plain = lambda x: x.data if isinstance(x, handle) else x
 
     class Builder(base.InterpreterBuilder):
         grid_idx = property(lambda self: state.grid_idx, lambda self, value: setattr(state, "grid_idx", value))
         grid_dim = property(lambda self: state.grid_dim, lambda self, value: setattr(state, "grid_dim", value))
 
-        def create_masked_load(self, ptrs, mask, other, *_):
-            mask, element = getattr(mask, "data", mask), ptrs.get_element_ty()
+        def __init__(self):
+            super().__init__()
+            # Assertions of the kernel count. Integers wrap as they do on GPUs: looking for it would triple the work.
+            self.options: Any = base.InterpreterOptions(debug=True, sanitize_overflow=False)
+
+        def __getattr__(self, name):
+            if not name.startswith(("create_", "get_")):
+                raise AttributeError(name)
+            raise NotImplementedError(f"{name.split('_', 1)[1]} has no interpreter; run the kernel on a GPU")
+
+        def get_bf16(self, value):
+            return handle(np.array([value], numpy_type(base.tl.bfloat16)), base.tl.bfloat16)
+
+        def create_masked_load(self, ptrs, mask, other, *_, **__):
+            element = ptrs.get_element_ty()
             fill = np.zeros((), numpy_type(element)) if other is None else other.data
-            return handle(state.memory.load(ptrs.data, mask, fill), element)
+            return handle(state.memory.load(ptrs.data, plain(mask), fill), element)
 
-        def create_masked_store(self, ptrs, value, mask, *_):
-            state.memory.store(
-                ptrs.data, value.data.astype(numpy_type(ptrs.get_element_ty()), copy=False), getattr(mask, "data", mask)
-            )
+        def create_masked_store(self, ptrs, value, mask, *_, **__):
+            state.memory.store(ptrs.data, value.data.astype(numpy_type(ptrs.get_element_ty()), copy=False), plain(mask))
 
-        def create_atomic_rmw(self, op, ptr, val, mask, *rest):
-            state.memory.find(np.broadcast_to(ptr.data, mask.data.shape)[mask.data], val.data.dtype.itemsize, "atomic")
-            return super().create_atomic_rmw(op, ptr, val, mask, *rest)
+        def atomic(self, change, ptr, val, mask):
+            values = val.data.astype(numpy_type(ptr.get_element_ty()), copy=False)
+            return handle(state.memory.update(ptr.data, values, plain(mask), change), val.dtype.scalar)
 
-        def create_atomic_cas(self, ptr, *rest):
-            state.memory.find(ptr.data.reshape(-1), rest[0].data.dtype.itemsize, "atomic")
-            return super().create_atomic_cas(ptr, *rest)
+        def create_atomic_rmw(self, op, ptr, val, mask, *_):
+            return self.atomic(_CHANGES[op.name], ptr, val, mask)
+
+        def create_atomic_cas(self, ptr, cmp, val, *_):
+            bits = lambda x: np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+            wanted, new = np.broadcast_arrays(ptr.data, cmp.data)[1], np.broadcast_arrays(ptr.data, val.data)[1]
+            found, every = np.empty(wanted.shape, wanted.dtype), np.ones(1, bool)
+            for at in np.ndindex(ptr.data.shape):  # each lane may see what an earlier one wrote
+                swap = lambda old, value: np.where(bits(old) == bits(wanted[at].reshape(1)), value, old)
+                found[at] = state.memory.update(ptr.data[at].reshape(1), new[at].reshape(1), every, swap)[0]
+            return handle(found, cmp.dtype.scalar)
+
+        def create_descriptor_reduce(self, kind, desc, value, indices):
+            ptrs, mask = desc.materialize_pointers(indices)
+            self.atomic(_CHANGES[kind.name], ptrs, value, mask)
 
         def cast_impl(self, src, dst_type):
             return handle(src.data.astype(numpy_type(dst_type)), dst_type.scalar)
 
         def create_fp_to_fp(self, src, dst_type, rounding_mode):
-            return self.cast_impl(src, dst_type)  # ml_dtypes rounds to nearest even
+            out = self.cast_impl(src, dst_type)  # ml_dtypes rounds to nearest even
+            if getattr(rounding_mode, "name", "") == "RTZ":
+                bits = out.data.view(f"u{out.data.dtype.itemsize}")
+                away = np.abs(out.data.astype(np.float64)) > np.abs(src.data.astype(np.float64))
+                out.data = np.where(away, bits - bits.dtype.type(1), bits).view(out.data.dtype)
+            return out
+
+        def binary_op(self, lhs, rhs, op):
+            if lhs.data.dtype == rhs.data.dtype == np.bool_:  # one bit, which wraps; NumPy saturates
+                return handle((op(lhs.data.astype(np.int8), rhs.data.astype(np.int8)) & 1).astype(bool), lhs.dtype.scalar)
+            return super().binary_op(lhs, rhs, op)
+
+        def create_umulhi(self, lhs, rhs):
+            kind = np.dtype(f"u{lhs.data.dtype.itemsize}")
+            wide = lambda x: np.ascontiguousarray(x.data).view(kind).astype(object if kind.itemsize == 8 else np.uint64)
+            high = (wide(lhs) * wide(rhs)) >> (8 * kind.itemsize)
+            return handle(high.astype(kind).view(lhs.data.dtype), lhs.dtype.scalar)
+
+        def create_fma(self, x, y, z):
+            kind = z.data.dtype
+            wide = [a.data.astype(np.float64, copy=False) for a in (x, y, z)]  # holds a product of two float32 exactly
+            return handle((wide[0] * wide[1] + wide[2]).astype(kind), z.dtype.scalar)
+
+        def create_clampf(self, arg, low, high, propagate_nan):
+            if propagate_nan.name == "NONE":
+                return self.binary_op(self.binary_op(arg, low, np.fmax), high, np.fmin)
+            return self.ternary_op(arg, low, high, np.clip)
+
+        def create_histogram(self, data, bins, mask):
+            counted = (data.data >= 0) & (data.data < bins) & (True if mask is None else plain(mask))
+            return handle(np.bincount(data.data[counted].astype(np.int64), minlength=bins).astype(np.int32), base.tl.int32)
+
+        def create_assert(self, condition, message):
+            if not condition.data.all():
+                raise AssertionError(f"device_assert failed: {message}")
+
+        def create_assume(self, condition):
+            if not condition.data.all():
+                raise AssertionError("tl.assume was told something false")
 
         def create_fp_to_ui(self, src, dst_type):
             signed = numpy_type(dst_type)  # the IR type has lost its sign
@@ -157,9 +243,11 @@ def make_builder(base: Any, state: Any) -> Any:
             return handle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
         def create_inline_asm(self, *_):
-            raise NotImplementedError("inline assembly has no interpreter")
+            raise NotImplementedError(
+                "inline assembly has no interpreter; run the kernel on a GPU, or give it a plain path to take here"
+            )
 
         def create_extern_elementwise(self, *_):
-            raise NotImplementedError("functions of libdevice have no interpreter")
+            raise NotImplementedError("functions of libdevice that NumPy lacks have no interpreter; run the kernel on a GPU")
 
     return Builder()

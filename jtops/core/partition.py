@@ -155,6 +155,12 @@ def check_manual(ctx, name: str, way_out: str = "") -> None:
         )
 
 
+def is_automatic(ctx) -> bool:
+    """Is it XLA's partitioner that splits what `ctx` lowers, if anything does?"""
+    mesh = ctx.avals_in[0].sharding.mesh
+    return compat.manual_axes(ctx) is None and (mesh.empty or not mesh.are_all_axes_explicit)
+
+
 def lower(ctx, *args, axes: Axes, name: str, local):
     """Lowering rule body: `local`, the code of one device, on whatever mesh there is; `name` is the partitioned function's."""
     mesh = ctx.avals_in[0].sharding.mesh

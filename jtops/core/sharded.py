@@ -262,8 +262,10 @@ class _ByRule:
         return self.triton_call(*args, out_type=outs, grid=lambda meta: self.grid(sizes | meta), **kwargs, **options)
 
 
-def by_rule(triton_call, args, kwargs, options, *, sharding_rule, out_type, grid):
-    """`triton_call` of arrays on a mesh; `options` are its own keyword arguments, `kwargs` the kernel's."""
+def by_rule(triton_call, args, kwargs, given):
+    """`triton_call` of arrays on a mesh; `given` are its own keyword arguments, `kwargs` the kernel's."""
+    options = dict(given)
+    sharding_rule, out_type, grid = (options.pop(name) for name in ("sharding_rule", "out_type", "grid"))
     _check_rule(sharding_rule)
     if not callable(grid):
         raise TypeError(

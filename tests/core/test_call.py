@@ -1,5 +1,6 @@
 """triton_call: binding, grids, results, and errors that teach. Run by the interpreter here and by the GPU there."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jtops
-from jtops.core import compat
+from jtops.core import compat, host_call
 from jtops.core.compat import tl, triton
 from jtops.core.types import Constexpr, as_scalar, triton_type
 from tests.kernels import lowered
@@ -186,6 +187,11 @@ def test_a_kernel_may_ask_for_its_launch_options(interpret):
     assert call(kernel=asks_kernel, out_type=out, grid=1, num_warps=8, interpret=interpret)[0] == 8
 
 
+@dataclasses.dataclass
+class Unhashable:
+    size: int
+
+
 @pytest.mark.spec("strict front door")
 @pytest.mark.parametrize(
     ("change", "error", "match"),
@@ -196,6 +202,8 @@ def test_a_kernel_may_ask_for_its_launch_options(interpret):
         ({"BLOCK": [128]}, TypeError, r"'BLOCK' is a compile-time constant and must be hashable; got \[128\] of type list"),
         ({"BLOCK": {"a": 1}}, TypeError, "'BLOCK'.*of type dict"),
         ({"BLOCK": np.array(128)}, TypeError, "'BLOCK'.*of type ndarray"),
+        ({"BLOCK": Unhashable(128)}, TypeError, "'BLOCK'.*of type Unhashable"),
+        ({"BLOCK": (1, [2])}, TypeError, "'BLOCK'.*of type tuple"),
         ({"BLOCK": jnp.array(128)}, TypeError, "'BLOCK' is a compile-time constant, but got an array"),
         ({"n": 3 + 4j}, TypeError, r"'n' takes an array, a number, None or a tuple of these; got \(3\+4j\)"),
         ({"n": 2**64}, ValueError, "integer overflow: 18446744073709551616"),
@@ -238,6 +246,15 @@ def test_no_retrace_per_call():
     assert traces == 1
     assert Constexpr(float("nan")) == Constexpr(float("nan"))
     assert len({Constexpr(True), Constexpr(1), Constexpr(1.0)}) == 3
+
+
+def test_eager_calls_are_lowered_once(monkeypatch):
+    """Case 48: a call outside jit is the same program each time, whatever the order of its options."""
+    real, keys = host_call.lower, []
+    monkeypatch.setattr(host_call, "lower", lambda *args, **kwargs: keys.append(kwargs["key"]) or real(*args, **kwargs))
+    for options in ({"maxnreg": 64, "debug": False}, {"debug": False, "maxnreg": 64}) * 2:
+        added(X, Y, n=299, BLOCK=64, backend_options=options, interpret=True)
+    assert len(keys) == 1
 
 
 @pytest.mark.spec("jvp/grad")
@@ -298,6 +315,27 @@ def test_types():
     assert {v: as_scalar(v).type for v in kinds} == kinds
     assert as_scalar(np.float32(1e-40)).type == "fp32"
     assert as_scalar("a") is None
+
+
+@triton.jit
+def annotated_kernel(o_ptr, n: tl.int64, scale: tl.float32):
+    tl.store(o_ptr, n * 1000000 * scale.to(tl.int64))
+
+
+@pytest.mark.spec("int typing")
+@modes
+def test_a_kernels_annotation_decides_the_type(interpret):
+    """As in Triton's own launches: a small number does not shrink the arithmetic."""
+    out = jax.ShapeDtypeStruct((1,), jnp.float32)
+    for n in (1, 5000, 2**40):
+        got = call(n=n, scale=2, kernel=annotated_kernel, out_type=out, grid=1, interpret=interpret)
+        np.testing.assert_array_equal(got, np.float32(n * 2000000))
+    assert [as_scalar(v, "i64").type for v in (1, True, 2**40)] == ["i64"] * 3
+    assert as_scalar(3, "fp64") == as_scalar(3.0, "fp64")
+    assert as_scalar(3, "i8").type == "i32"  # launches know no such type
+    assert as_scalar(0.5, "i32") is None
+    with pytest.raises(ValueError, match="integer overflow: -1 does not fit in u32"):
+        as_scalar(-1, "u32")
 
 
 def test_kernel_of_interpreter_mode():

@@ -46,10 +46,43 @@ def undefined_kernel(x_ptr, o_ptr):
 
 
 @triton.jit
+def _inner(x):
+    return x + elsewhere  # noqa: F821
+
+
+@triton.jit
+def _outer(x):
+    return _inner(x)
+
+
+@triton.jit
+def helper_kernel(x_ptr, o_ptr):
+    tl.store(o_ptr, _outer(tl.load(x_ptr)))
+
+
+@triton.jit
+def library_kernel(x_ptr, o_ptr):
+    x = tl.load(x_ptr + tl.arange(0, 8))
+    tl.store(o_ptr + tl.arange(0, 8), tl.sort(x, dim=3))
+
+
+@triton.jit
 def shared_kernel(x_ptr, o_ptr):
     m, k = tl.arange(0, 128), tl.arange(0, 512)
     x = tl.load(x_ptr + m[:, None] * 512 + k[None, :])
     tl.store(o_ptr + m[:, None] * 128 + m[None, :], tl.dot(x, tl.trans(x + 1)))
+
+
+@triton.jit
+def accumulators_kernel(a_ptr, b_ptr, o_ptr, steps, N: tl.constexpr = 256, K: tl.constexpr = 16):
+    """Three accumulators of 256 columns, all alive."""
+    m, n, k = tl.arange(0, 128), tl.arange(0, N), tl.arange(0, K)
+    x = y = z = tl.zeros((128, N), tl.float32)
+    for i in range(steps):
+        a = tl.load(a_ptr + i * 128 * K + m[:, None] * K + k[None, :])
+        b = tl.load(b_ptr + i * N * K + k[:, None] * N + n[None, :])
+        x, y, z = tl.dot(a, b, x), tl.dot(a + 1, b, y), tl.dot(a - 1, b, z)
+    tl.store(o_ptr + m[:, None] * N + n[None, :], x + y * 2 + z)
 
 
 def copied(**kwargs):
@@ -121,6 +154,8 @@ def test_options_reach_the_compiler():
         (range_kernel, "i = tl.arange(0, 100)", "power of two|power of 2"),
         (shape_kernel, "tl.store(o_ptr + tl.arange(0, 128), x)", "[Cc]annot|shape"),
         (undefined_kernel, "tl.store(o_ptr, nowhere)", "nowhere is not defined"),
+        (helper_kernel, "tl.store(o_ptr, _outer(", r"(?s)return _inner\(x\).*return x \+ elsewhere.*elsewhere is not defined"),
+        (library_kernel, "tl.store(o_ptr + tl.arange(0, 8), tl.sort", "only minor dimension is currently supported"),
     ],
 )
 def test_compile_errors_show_the_line(kernel, line, said):
@@ -142,8 +177,17 @@ def test_compile_errors_show_the_line(kernel, line, said):
 def test_too_much_shared_memory():
     out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     f = lambda x: jtops.triton_call(x, kernel=shared_kernel, out_type=out, grid=1)
-    with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376"):
+    with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376 .*options: \{'"):
         lowered.text(f, jax.ShapeDtypeStruct((128, 512), jnp.float16), target="sm_86")
+
+
+@pytest.mark.spec("clusters (num_ctas), TMEM limit check (512)")
+def test_too_much_tensor_memory():
+    """Refused when it is compiled: launched, it would hang the GPU."""
+    a, out = jax.ShapeDtypeStruct((1 << 16,), jnp.bfloat16), jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    f = lambda a: jtops.triton_call(a, a, steps=7, kernel=accumulators_kernel, out_type=out, grid=1)
+    with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ columns of tensor memory, sm_100 has 512"):
+        lowered.text(f, a, target="sm_100")
 
 
 def test_shipped_text_is_code_only():

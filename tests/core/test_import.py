@@ -54,14 +54,26 @@ np.testing.assert_allclose(jtops.softmax(x, implementation="interpret"), jax.nn.
 """
 
 
+LOWERED = """
+try:
+    with jtops.config.target("sm_90"):
+        jax.jit(lambda x: jtops.softmax(x)).trace(x).lower(lowering_platforms=("cuda",))
+except jtops.errors.KernelCompileError as error:
+    assert {refused} and "TRITON_INTERPRET was set when Triton was imported" in str(error), error
+else:
+    assert not {refused}
+"""
+
+
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_whatever_triton_interpret_says(value):
-    """Case 50: the environment switch of Triton neither turns our interpreter on nor breaks it."""
-    probe(after=INTERPRETED, TRITON_INTERPRET=value)
+    """Case 50: the environment switch of Triton neither turns our interpreter on nor breaks it, or says what it breaks."""
+    probe(after=INTERPRETED + LOWERED.format(refused=value == "1"), TRITON_INTERPRET=value)
 
 
-def test_triton_interpret_set_after_import():
-    probe(after="import os; os.environ['TRITON_INTERPRET'] = '1'" + INTERPRETED)
+def test_triton_interpret_set_between_two_calls():
+    steps = (f"import os; os.environ['TRITON_INTERPRET'] = '{value}'" + INTERPRETED + LOWERED for value in "101")
+    probe(after="\n".join(steps).format(refused=False))
 
 
 WITHOUT_TRITON = """

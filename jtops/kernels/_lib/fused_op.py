@@ -43,7 +43,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 
 from jtops import config
-from jtops.core import compat, partition, target
+from jtops.core import compat, notes, partition, target
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.axes import AxisRule
 from jtops.kernels._lib.launch import Config, Launch, Rows
@@ -195,7 +195,8 @@ def fused_op(
         implementation = _resolve_implementation(name, implementation)
         _check_config(op, config)
         if implementation == "xla":
-            return tuple(reference(*operands, **options))[: len(op.rule.outs)]
+            with jax.named_scope(f"jtops_{name}_xla"):
+                return tuple(reference(*operands, **options))[: len(op.rule.outs)]
         reason = limits(*operands, **options)
         if reason is not None and implementation is not None:
             raise UnsupportedError(f'{name}: {reason}; implementation={implementation!r} needs a kernel. Use implementation="xla".')
@@ -466,14 +467,29 @@ def _restore(gradient, wanted: tuple[int, ...], n: int, shape: tuple[int, ...]) 
 
 
 def _lower(ctx, *args, call, platform):
-    kernel = (
-        call.stage != "jvp" and call.implementation != "xla" and (platform in KERNEL_PLATFORMS or call.implementation is not None)
-    )
-    if not kernel or any(math.prod(a.shape) == 0 for a in (*ctx.avals_in, *ctx.avals_out)):
+    name = f"{call.op.name}_{call.stage}"
+    if (reason := _why_reference(ctx, call, platform)) is not None:
+        notes.add(f"jtops_{name}", "XLA", reason, platform)
         return partition.lower_local(ctx, *args, local=functools.partial(reference_stage, call))
     _check_lowerable(ctx, call, platform)
+    if partition.is_automatic(ctx) and compat.device_count(ctx) > 1:
+        reason = "each device's part of it is lowered, by its own shapes, while XLA splits the program"
+        notes.add(f"jtops_{name}", "decided by XLA's partitioner", reason, platform)
     local = functools.partial(_run_kernel, call, platform)
-    return partition.lower(ctx, *args, axes=call.mesh_axes(), name=f"{call.op.name}_{call.stage}", local=local)
+    return partition.lower(ctx, *args, axes=call.mesh_axes(), name=name, local=local)
+
+
+def _why_reference(ctx, call, platform) -> str | None:
+    """Why XLA runs the reference; None where a kernel runs."""
+    if call.stage == "jvp":
+        return "forward-mode and second derivatives are the reference's"
+    if call.implementation == "xla":
+        return 'implementation="xla"'
+    if platform not in KERNEL_PLATFORMS and call.implementation is None:
+        return f"{platform} runs no Triton kernels"
+    if any(math.prod(a.shape) == 0 for a in (*ctx.avals_in, *ctx.avals_out)):
+        return "an array is empty"
+    return None
 
 
 def _check_lowerable(ctx, call, platform):

@@ -1,0 +1,37 @@
+"""What lowering decides about each kernel, told to whoever listens in this thread; nobody does but `explain`."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_local = threading.local()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """One decision. `call` and `compiled` are the bound call and its machine code where there are such."""
+
+    name: str
+    path: str
+    reason: str
+    platform: str
+    call: Any = None
+    compiled: Any = None
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Note]]:
+    """Collect the notes that this thread's lowering makes meanwhile."""
+    before, _local.notes = getattr(_local, "notes", None), []
+    try:
+        yield _local.notes
+    finally:
+        _local.notes = before
+
+
+def add(name: str, path: str, reason: str, platform: str, call: Any = None, compiled: Any = None) -> None:
+    """Tell the listener, if there is one."""
+    if (notes := getattr(_local, "notes", None)) is not None:
+        notes.append(Note(name, path, reason, platform, call, compiled))
