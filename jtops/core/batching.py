@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jtops.core import compat
+from jtops.core.binding import GRID_LIMITS
 from jtops.core.types import Constexpr, Descriptor, Operand, Result, as_scalar, leaves
 from jtops.errors import UnsupportedError
-
-GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
 @dataclasses.dataclass(frozen=True)

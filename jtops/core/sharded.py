@@ -104,11 +104,13 @@ def sharded_call(function: Callable, rule: ShardingRule) -> Callable:
     """`function`, made of kernels for arrays of one device, as a function of arrays that lie on any mesh.
 
     Works on automatic and explicit mesh axes and in shard_map, under ``jax.jit`` and ``jax.vmap`` (of `function`, so its
-    kernels need a `vmap_method`), and moves no data but to make whole what `rule` does not split.
+    kernels need a `vmap_method`), and moves no data but to make whole what `rule` does not split. A program for several devices
+    with automatic axes holds an address: it does not export, and JAX's persistent cache finds it only with
+    ``jax_remove_custom_partitioning_ptr_from_cache_key``.
 
     Args:
       function: ``f(*arrays) -> pytree of arrays``. It is traced anew for the shapes of a device's part, so whatever depends
-        on a shape must be computed inside. Define it once: the same function is compiled once.
+        on a shape must be computed inside, and every array be an argument. Define it once: the same function is compiled once.
       rule: dims of the operands of `function` and of its results, in order.
 
     Returns:
