@@ -10,7 +10,7 @@ import pytest
 
 import jtops
 from jtops.core.compat import tl, triton
-from tests.specs import draw, every_op, function, value_and_vjp
+from tests.specs import draw, function, some_ops, value_and_vjp
 
 everywhere = pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
 
@@ -41,7 +41,7 @@ def where(tree):
 
 
 @everywhere
-@every_op
+@some_ops
 def test_ops_run_where_their_data_is(spec, implementation):
     """First on device 0, then on device 1 with the same jitted function: forward and gradients."""
     operands = draw(spec, spec.small)

@@ -12,7 +12,7 @@ import pytest
 
 import jtops
 from tests.kernels import lowered
-from tests.specs import SPECS, draw, every_op, function
+from tests.specs import SPECS, draw, function, some_ops
 
 LAUNCH = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def program(spec):
     return jax.jit(g)
 
 
-@every_op
+@some_ops
 @pytest.mark.spec("compile and export for a target without that GPU")
 def test_export_for_a_gpu_that_is_not_there(spec):
     operands = draw(spec, spec.small)
@@ -51,7 +51,7 @@ def test_export_for_a_gpu_that_is_not_there(spec):
     assert loaded.mlir_module().count("triton_kernel_call_ffi") >= 2
 
 
-@every_op
+@some_ops
 def test_export_for_the_cpu(spec):
     operands = draw(spec, spec.small)
     loaded = jax.export.deserialize(jax.export.export(program(spec))(*operands).serialize())
