@@ -15,10 +15,10 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help setup demo test test-all test-gpu lint format bench lock clean
+.PHONY: help setup demo test test-all test-matrix test-gpu lint format bench lock clean
 
 help:  ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 13
 
 demo: $(READY)  ## train a small language model: on the GPU if there is one, else two to three minutes of CPU
 	$(PY) examples/train_lm.py
@@ -28,6 +28,9 @@ test: lint  ## what CI runs: style, types, import contracts, tests
 
 test-all: lint  ## the same and what takes long
 	$(PY) -m pytest -n $(WORKERS) -p no:benchmark --slow
+
+test-matrix:  ## what depends on jax and triton, with the oldest and newest of both; makes environments under .venvs (7 GB)
+	@WORKERS=$(WORKERS) ./scripts/test_matrix
 
 test-gpu: $(READY)  ## what only a GPU can show; writes a record under benchmarks/results
 	$(PY) -m benchmarks.gpu_tests
@@ -70,5 +73,5 @@ lock:  ## resolve the newest versions around the reference ones into requirement
 	sed 's/^triton==.*/&; sys_platform == "linux"/'; } > requirements/dev.lock.new && \
 	mv requirements/dev.lock.new requirements/dev.lock && rm -rf "$$dir"
 
-clean:  ## remove .venv and what tools left behind
-	rm -rf .venv out build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis .benchmarks
+clean:  ## remove .venv, .venvs and what tools left behind
+	rm -rf .venv .venvs out build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis .benchmarks

@@ -30,6 +30,7 @@ def pytest_configure(config):
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "triton"))
     for name in [k for k in os.environ if k.startswith("JTOPS_")]:  # a developer's settings must not change what is tested
         del os.environ[name]
+    os.environ["JTOPS_TUNING_DIR"] = str(config.rootpath / ".pytest_cache" / "tuning")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -2,24 +2,30 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from jtops import config, errors
+from jtops import config, errors, utils
+from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.explain import explain
+from jtops.core.sharded import ShardingRule, sharded_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.launch import Config
 from jtops.kernels.add import add
 from jtops.kernels.flash_attention import flash_attention
 from jtops.kernels.matmul import matmul
-from jtops.kernels.norm import layer_norm, rms_norm
+from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jtops.kernels.softmax import softmax
 
 __all__ = [
     "Config",
+    "GridBatch",
+    "ShardingRule",
     "TensorDescriptor",
     "UnsupportedError",
     "add",
+    "add_layer_norm",
+    "add_rms_norm",
     "cdiv",
     "config",
     "errors",
@@ -29,9 +35,11 @@ __all__ = [
     "matmul",
     "next_power_of_2",
     "rms_norm",
+    "sharded_call",
     "softmax",
     "strides_from_shape",
     "triton_call",
+    "utils",
 ]
 
 try:

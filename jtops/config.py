@@ -14,6 +14,7 @@
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")],
         )(x)
 
+With ``jtops.config.launch("ptx")`` the name to allow is ``"__gpu$xla.gpu.ptx"``.
 (A program for an AMD GPU holds the path of a file that lives as long as this process: lower it, do not export it.)
 
 Every setting here changes what is traced, so every one is part of JAX's jit key *and* of its trace context: with either
@@ -24,7 +25,7 @@ from typing import Literal
 
 from jtops.core import compat
 
-__all__ = ["Implementation", "implementation", "interpret", "target"]
+__all__ = ["Implementation", "implementation", "interpret", "launch", "target", "tuning"]
 
 Implementation = Literal["triton", "xla", "interpret"]
 
@@ -40,6 +41,20 @@ target = compat.config_state(
     "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
     "lowering on a machine without that GPU. None: the device itself.",
     pattern=r"(sm_?)?\d{2,3}a?|\d{1,2}\.\d|gfx[0-9a-f]{3,4}",
+)
+
+tuning = compat.config_state(
+    "jtops_tuning",
+    "When the configs of a kernel under @triton.autotune are timed: 'always' (once in every process), 'never' (the table on disk, "
+    "else the first config that compiles), or 'cached', the same as None (the table on disk, else timed, where there is a GPU).",
+    values=("cached", "always", "never"),
+)
+
+launch = compat.config_state(
+    "jtops_launch",
+    "How compiled programs launch kernels on NVIDIA GPUs: 'ffi' (jaxlib's Triton call, which serves every kernel), 'ptx' (XLA's "
+    "own PTX call, cheaper for the host; an error where a kernel does not fit it), or None: the library's choice.",
+    values=("ffi", "ptx"),
 )
 
 

@@ -1,7 +1,7 @@
 """The truth about every op: NumPy, float64, written from the docstrings' maths and from nothing else.
 
 ``op(*operands, **options)`` gives the result; ``op_vjp(*operands, g=cotangent, **options)`` the gradient of each operand, None
-where it is absent or not floating.
+where it is absent or not floating. An op of several results has a tuple of them, and of their cotangents.
 """
 
 import math
@@ -63,6 +63,24 @@ def rms_norm_vjp(x, scale=None, *, g, epsilon=1e-6, scale_offset=0.0):
     w = g if scale is None else g * (scale + scale_offset)
     dx = rstd * w - x * rstd**3 * (w * x).mean(-1, keepdims=True)
     return dx, None if scale is None else _sum_to(g * x * rstd, scale)
+
+
+def add_layer_norm(x, residual, scale=None, bias=None, **options):
+    return layer_norm(x + residual, scale, bias, **options), x + residual
+
+
+def add_layer_norm_vjp(x, residual, scale=None, bias=None, *, g, **options):
+    dx, *parameters = layer_norm_vjp(x + residual, scale, bias, g=g[0], **options)
+    return dx + g[1], dx + g[1], *parameters
+
+
+def add_rms_norm(x, residual, scale=None, **options):
+    return rms_norm(x + residual, scale, **options), x + residual
+
+
+def add_rms_norm_vjp(x, residual, scale=None, *, g, **options):
+    dx, dscale = rms_norm_vjp(x + residual, scale, g=g[0], **options)
+    return dx + g[1], dx + g[1], dscale
 
 
 def _attention_mask(s, t, causal, window):

@@ -30,6 +30,7 @@ def test_readme(module, capsys):
     assert readme.out.shape == readme.q.shape
     assert readme.dk.dtype == jnp.bfloat16
     assert "triton_kernel_call_ffi" in capsys.readouterr().out
+    assert (readme.centered == 0).all()
     assert readme.exported.platforms == ("cuda",)
     assert "scale_kernel" in readme.exported.mlir_module()
 

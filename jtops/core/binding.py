@@ -179,7 +179,7 @@ def _bind_one(kernel, param, value, arrays):
     if param.is_constexpr or value is None or isinstance(value, str):
         _check_hashable(kernel, f"parameter {param.name!r}", value)
         return Constexpr(value)
-    scalar = as_scalar(value)
+    scalar = as_scalar(value, param.annotation_type)
     if scalar is None:
         raise TypeError(
             f"kernel {kernel.__name__}: parameter {param.name!r} takes an array, a number, None or a tuple of these; got {value!r} "

@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
+from jax.interpreters.batching import primitive_batchers
 
 from jtops import config
-from jtops.core import compat, inplace, lowering, target
+from jtops.core import autotune, batching, compat, inplace, legacy, lowering, target
+from jtops.core.batching import GridBatch
 from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
+from jtops.core.sharded import ShardingRule, by_rule, refuse_sharded
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
 
@@ -37,6 +40,9 @@ class KernelCall:
     metadata: bytes
     aliases: tuple[tuple[int, int], ...] = ()  # (array operand, output) that are one buffer; the output has no parameter
     zeroed: tuple[int, ...] = ()  # outputs set to zero before each launch
+    launch: str | None = None  # the launch path asked for
+    vmap_method: str | GridBatch | None = None
+    batched: tuple[bool, ...] = ()  # GridBatch: which operands have a batch axis, once vmap has given one
 
 
 triton_call_p = Primitive("triton_call")
@@ -58,6 +64,7 @@ def _jitted(call):
 
 @triton_call_p.def_effectful_abstract_eval
 def _abstract_eval(*args, call):
+    refuse_sharded(call.name, args)
     varying = frozenset().union(*map(compat.varying_axes, args))
     types = [compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
     return types, compat.effects_of(args, call.has_side_effect)
@@ -70,15 +77,12 @@ def _no_derivative(primals, tangents, *, call):
     )
 
 
-def _no_batching(args, dims, *, call):
-    raise UnsupportedError(
-        f"kernel {call.name}: triton_call has no vmap rule, because only its author knows what a program of the grid does. Wrap it "
-        "in jax.custom_batching.custom_vmap with a rule that adds a grid axis, or loop with jax.lax.map."
-    )
+def _bind(arrays, call):
+    return triton_call_p.bind(*compat.vary_together(arrays), call=call)
 
 
 ad.primitive_jvps[triton_call_p] = _no_derivative
-batching.primitive_batchers[triton_call_p] = _no_batching
+primitive_batchers[triton_call_p] = functools.partial(batching.batch, _bind)
 compat.keep_unused(triton_call_p)
 compat.discharge(triton_call_p, functools.partial(inplace.discharged, triton_call_p))
 lowering.register(triton_call_p)
@@ -102,6 +106,8 @@ def triton_call(
     has_side_effect: bool = False,
     cost_estimate: Mapping[str, int] | None = None,
     serialized_metadata: bytes = b"",
+    vmap_method: str | GridBatch | None = None,
+    sharding_rule: ShardingRule | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call a Triton kernel with JAX arrays; works under ``jax.jit``, in ``shard_map`` and in scans.
@@ -117,7 +123,8 @@ def triton_call(
     Args:
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
         and tuples of these, which the kernel gets as tuples.
-      kernel: a ``@triton.jit`` or ``@gluon.jit`` function.
+      kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
+        config is settled while tracing (`jtops.core.autotune`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
         structure.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
@@ -137,7 +144,13 @@ def triton_call(
       has_side_effect: keep the call even if its results are unused.
       cost_estimate: ``{"flops": ..., "bytes_accessed": ...}`` for profilers.
       serialized_metadata: opaque bytes kept in the launch record.
-      **kwargs: arguments by parameter name.
+      vmap_method: what ``jax.vmap`` makes of the call: "sequential", a loop of launches as in ``jax.lax.map``; a `GridBatch`, one
+        launch with the batch as a grid axis; None, an error.
+      sharding_rule: which axes of the arrays are which and what devices may share out (`ShardingRule`): the call then works on
+        sharded arrays, each device launching for its part. `out_type` stays that of the whole call; an argument that depends on
+        a shape is a function of a dict of the axes' sizes, and so must `grid` be, whose dict has them too: with a rule
+        ``"rows n -> rows n"``, ``n=lambda axes: axes["n"], grid=lambda meta: meta["rows"]``. See `sharded_call` for more.
+      **kwargs: arguments by parameter name. Names that older bridges gave these arguments work, too (`jtops.core.legacy`).
 
     Returns:
       Arrays in the structure of `out_type`.
@@ -149,16 +162,26 @@ def triton_call(
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
+    kwargs, out_type, backend_options, compute_capability = legacy.keywords(
+        kernel, kwargs, out_type, backend_options, compute_capability
+    )
+    given = {name: value for name, value in locals().items() if name in _KEYWORDS}
+    if sharding_rule is not None:  # first: what follows is then about one shard
+        return by_rule(triton_call, args, kwargs, given)
+    if autotune.is_decorated(kernel):
+        return autotune.call(triton_call, args, kwargs, given)
     function = compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug)
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
     outs = tuple(out_array(function, leaf) for leaf in leaves)
     wanted = inplace.checked_aliases(function, input_output_aliases, outs)
+    kwargs = batching.with_strides(function, vmap_method, kwargs)
     bound, arrays, aliases = bind(function, args, kwargs, options, leaves, wanted)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
     grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
     zeroed = inplace.zeroed_indices(function, zeroed_outputs, meta, outs)
+    batching.check(function, vmap_method, bound, aliases, grid3)
     if 0 in grid3:
         return tree.unflatten(inplace.without_launch(outs, aliases, zeroed, arrays))
     call = KernelCall(
@@ -175,8 +198,10 @@ def triton_call(
         metadata=serialized_metadata,
         aliases=aliases,
         zeroed=zeroed,
+        launch=config.launch.value,
+        vmap_method=vmap_method,
     )
-    return tree.unflatten(triton_call_p.bind(*compat.vary_together(arrays), call=call))
+    return tree.unflatten(_bind(arrays, call))
 
 
 _KEYWORDS = tuple(name for name, p in inspect.signature(triton_call).parameters.items() if p.kind is p.KEYWORD_ONLY)

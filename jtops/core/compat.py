@@ -4,7 +4,11 @@ Supported: jax 0.11.2 to 0.12, triton 3.6 to 3.9. Without Triton (macOS, Windows
 keeps the Python function so that op files import, and using a kernel raises one clear error.
 """
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -13,8 +17,9 @@ import types
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config as jax_config
-from jax._src import core, dispatch, effects
+from jax._src import core, dispatch, distributed, effects
 from jax._src.callback import emit_python_callback
 from jax._src.interpreters import partial_eval
 from jax._src.interpreters.mlir import full_like_aval
@@ -29,29 +34,41 @@ __all__ = [
     "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
+    "AbstractRef",
+    "Autotuner",
+    "Heuristics",
     "TransformedRef",
     "ad",
     "apply_primitive",
+    "cache_manager",
+    "compile_source",
+    "compiler_stages",
     "config_state",
-    "devices_of",
+    "device_count",
     "discharge",
+    "distributed_client",
     "effects_of",
+    "forget_on_disk",
     "gpu_triton",
     "host_callback",
     "keep_unused",
     "kernel_function",
     "kernel_key",
     "load_interpreter_module",
+    "make_backend",
     "manual_axes",
     "needs_devices_to_lower",
+    "ptx_call_refused",
     "ptxas",
     "require_triton",
+    "settings",
     "shaped_array",
     "symbolic_zero",
     "tl",
     "triton",
     "vary_together",
     "varying_axes",
+    "with_settings",
     "zeros",
 ]
 
@@ -83,7 +100,33 @@ def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pat
 
     check(os.environ.get(name.upper()))
     keyed = {"include_in_jit_key": True, "include_in_trace_context": True}
-    return jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    state = jax_config.string_or_object_state(name, None, doc, validator=check, **keyed)
+    _states.append(state)
+    return state
+
+
+_states: list[Any] = []
+
+
+def settings() -> tuple:
+    """The values in force of all of our settings, for code that is traced again later."""
+    return tuple(state.value for state in _states)
+
+
+@contextlib.contextmanager
+def with_settings(values: tuple):
+    """Context in which our settings have the `values` that `settings` gave."""
+    with contextlib.ExitStack() as stack:
+        for state, value in zip(_states, values, strict=True):
+            stack.enter_context(state(value))
+        yield
+
+
+def distributed_client() -> tuple[Any, int] | None:
+    """(key-value client, number of this process) of a program of several processes, else None."""
+    state = distributed.global_state
+    several = state.client is not None and (state.num_processes or 1) > 1
+    return (state.client, state.process_id) if several else None
 
 
 def needs_devices_to_lower(primitive) -> None:
@@ -133,7 +176,8 @@ def effects_of(args, has_side_effect: bool) -> set:
 
 def keep_unused(primitive) -> None:
     """Keep calls of `primitive`, and all that they take, where nothing uses their results."""
-    partial_eval.dce_rules[primitive] = lambda used, equation: ([True] * len(equation.invars), equation)
+    # jax 0.11 calls it with (used results, equation), 0.12 with (used results, live operands, equation)
+    partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
 def discharge(primitive, rule) -> None:
@@ -157,15 +201,37 @@ def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
 
 
-def devices_of(ctx) -> int:
-    """How many devices share the program that `ctx` lowers."""
-    axes = ctx.module_context.axis_context
-    return axes.mesh.size if isinstance(axes, mlir.SPMDAxisContext) else axes.num_devices
+def device_count(ctx) -> int:
+    """How many devices the program being lowered is for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
 
 
 def zeros(ctx, aval):
     """An array of zeros of type `aval`, in the program being lowered."""
     return full_like_aval(ctx, 0, aval)
+
+
+@functools.cache
+def ptx_call_refused(target: str) -> str | None:
+    """Why the XLA of this process' NVIDIA GPU has no custom call `target`; None if it has it, or if there is no such GPU.
+
+    The name is internal to XLA, so a program that does nothing is compiled to see.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None  # a program for elsewhere
+    ptx = r".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry probe(.param .u64 a)\n{ ret; }\n"
+    sizes = "".join(f", {n} = 1 : i32" for n in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"))
+    text = f'{{name = "probe", kernel_type = "ptx", kernel_data = "{ptx}"{sizes}, shared_mem_bytes = 0 : i32}}'
+    one = jax.ShapeDtypeStruct((1,), np.float32)
+    probe = jax.ffi.ffi_call(target, one, custom_call_api_version=2, legacy_backend_config=text)
+    try:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.default_device(device):
+            jax.jit(probe).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).split("\n", 1)[0]
+    return None
 
 
 def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
@@ -180,15 +246,22 @@ def host_callback(ctx, fn, *operands, has_side_effect: bool = False):
 
 try:
     import triton
+
+    if _version(triton.__version__) < MIN_TRITON:
+        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
     import triton.language as tl
     from triton.backends.amd.compiler import HIPOptions
-    from triton.backends.compiler import GPUTarget
+    from triton.backends.compiler import GPUTarget, Language
+    from triton.backends.nvidia import compiler as nvidia_compiler
     from triton.backends.nvidia.compiler import CUDAOptions, get_ptxas
     from triton.compiler import ASTSource
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.language import str_to_ty
+    from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.cache import get_cache_key, get_cache_manager
     from triton.runtime.jit import JITFunction
 
     HAS_TRITON = True
@@ -198,6 +271,11 @@ except ImportError as import_error:
     HAS_TRITON = INTERPRET_MODE = False
     BACKEND_OPTIONS = frozenset()
     _why = str(import_error)
+    if not _why.startswith("jtops needs"):
+        _why = (
+            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
+            f'implementation="xla". The import said: {_why}'
+        )
 
     class _Absent:
         """Stands for a Triton name at definition time: decorators keep their function, everything else is another of these."""
@@ -212,17 +290,42 @@ except ImportError as import_error:
     GPUTarget = ASTSource = GluonASTSource = None
     CompilationError = type("CompilationError", (Exception,), {})
     JITFunction = GluonJITFunction = type("JITFunction", (), {})
+    Autotuner = Heuristics = type("Autotuner", (), {})
 
 
 def require_triton() -> None:
     """Raise unless a Triton that jtops can use is installed."""
     if not HAS_TRITON:
-        raise ImportError(
-            "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
-            f'implementation="xla". The import said: {_why}'
-        )
-    if _version(triton.__version__) < MIN_TRITON:
-        raise ImportError(f"jtops needs triton >= {'.'.join(map(str, MIN_TRITON))}; found triton {triton.__version__}.")
+        raise ImportError(_why)
+
+
+_scalar: contextvars.ContextVar[bool] = contextvars.ContextVar("_scalar", default=False)
+
+
+class _Optimizer:
+    """Triton's binding of LLVM that leaves the SLP vectorizer out where `_scalar` is set."""
+
+    def __init__(self, llvm):
+        self._llvm = llvm
+
+    def __getattr__(self, name):
+        return getattr(self._llvm, name)
+
+    def optimize_module(self, *args, disable_slp_vectorizer=False, **options):
+        return self._llvm.optimize_module(*args, disable_slp_vectorizer=disable_slp_vectorizer or _scalar.get(), **options)
+
+
+def compile_source(source, target, options) -> Any:
+    """``triton.compile``. In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a
+    kernel for sm_90 sums 16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
+    crashes = target.backend == "cuda" and target.arch == 90 and (3, 9) <= _version(triton.__version__) < (3, 10)
+    if crashes and not isinstance(nvidia_compiler.llvm, _Optimizer):
+        nvidia_compiler.llvm = _Optimizer(nvidia_compiler.llvm)
+    token = _scalar.set(crashes)
+    try:
+        return triton.compile(source, target=target, options=options)
+    finally:
+        _scalar.reset(token)
 
 
 def ptxas(capability: int) -> str:
@@ -258,6 +361,21 @@ def kernel_key(kernel) -> str:
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
 
 
+def cache_manager(key: str) -> Any:
+    """Triton's reader and writer of one folder of its disk cache."""
+    return get_cache_manager(key)
+
+
+def forget_on_disk(source, target, options: dict[str, Any]) -> None:
+    """Remove what makes Triton's disk cache hold the compilation of `source`: the list of its files."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
+        os.unlink(path)
+
+
 def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:
     """Gluon's shared-memory layout of a block that TMA copies."""
     return NVMMASharedLayout.get_default_for(list(block_shape), str_to_ty(triton_type, None))
@@ -266,6 +384,13 @@ def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any
 def tma_data_type(elem_type: int, tf32: bool) -> int:
     """CUtensorMapDataType of the element type in Triton's record of a descriptor, which numbers those after 7 otherwise."""
     return 11 if tf32 else {8: 10, 9: 8, 10: 9}.get(elem_type, elem_type)
+
+
+def compiler_stages(backend, options) -> dict[str, Any]:
+    """A Triton compiler's passes by name, from Triton IR to machine code; each is ``stage(module, metadata)``."""
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    return stages
 
 
 def load_interpreter_module() -> Any:

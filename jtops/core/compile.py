@@ -1,13 +1,14 @@
 """A bound kernel into machine code for a target, once per process; Triton keeps it on disk between processes."""
 
 import dataclasses
+import hashlib
 import inspect
 import re
 import threading
 from concurrent.futures import Future
 from typing import Any
 
-from jtops.core import compat
+from jtops.core import cache, compat
 from jtops.core.target import Target
 from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
 from jtops.errors import KernelCompileError
@@ -32,7 +33,7 @@ class CompiledKernel:
     triton_kernel: Any  # Triton's own object, for its intermediate texts
 
 
-_compiled: dict[Any, Future] = {}
+_compiled: dict[Any, Future] = cache.store({})
 _lock = threading.Lock()  # guards the dict above, never held while compiling
 
 
@@ -62,7 +63,15 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
             with _lock:
                 _compiled.pop(key, None)
             future.set_exception(error)
+    else:
+        cache.count(memory_hits=1)
     return future.result()
+
+
+def variants(kernel) -> int:
+    """How many compiled forms of `kernel` this process holds."""
+    with _lock:
+        return sum(key[0] == compat.kernel_key(kernel) for key in _compiled)
 
 
 def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
@@ -125,8 +134,11 @@ def _run_triton(kernel, bound, signature, folded, options, target):
             if name not in folded and (attribute := specialization(p, declared[path[0]])) is not None
         },
     )
+    if renamed := cache.distinct_helpers(kernel):
+        content = source.hash() + renamed
+        source.hash = lambda: hashlib.sha256(content.encode()).hexdigest()
     try:
-        return compat.triton.compile(source, target=target.gpu_target, options=options)
+        return cache.load_or_compile(source, target.gpu_target, options)
     except compat.CompilationError:
         raise
     except Exception as error:

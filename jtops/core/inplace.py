@@ -32,6 +32,9 @@ def alias_pairs(kernel, aliases: dict[int, int], operands: Bound, arrays, outs) 
       ValueError: no such operand, one that is no array, a Ref anywhere, or a shape or dtype that differs from the output's.
     """
     what = f"kernel {kernel.__name__}: input_output_aliases"
+    refs = [x for x in arrays if isinstance(x, jax.Ref)]
+    if len({id(x) for x in refs}) < len(refs):
+        raise ValueError(f"kernel {kernel.__name__}: one Ref is given to two parameters; a kernel may write what another reads.")
     if aliases and any(isinstance(x, jax.Ref) for x in arrays):
         raise ValueError(f"{what} cannot be combined with Ref operands, which are changed in place already.")
     flat, pairs = [(name, p) for _, name, p in leaves(operands)], []

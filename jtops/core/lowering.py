@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jtops.core import compat, dump, host_call, inplace, interpret, notes
+from jtops.core import compat, dump, host_call, inplace, interpret, notes, ptx_launch
 from jtops.core.compile import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
@@ -34,12 +34,17 @@ def lower_gpu(ctx, *operands, call, platform):
             f"lowering for {platform} needs jaxlib's GPU plugin: install jtops[{platform}13] or jax-{platform}13-plugin."
         )
     compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
-    notes.add(call.name, LAUNCH_TARGET, f"the program is for {platform}", platform, call, compiled)
-    record = launch_record(call, compiled, ctx.avals_out)
-    extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
-    ctx, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
-    rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)  # row-major
-    results = rule(ctx, *values, opaque=stored_zlib(record), **extra)
+    inner, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
+    text = ptx_launch.chosen_text(call, compiled, buffers=len(inner.avals_in) + len(inner.avals_out))
+    path = LAUNCH_TARGET if text is None else ptx_launch.TARGET
+    notes.add(call.name, path, f"the program is for {platform}", platform, call, compiled)
+    if text is not None:
+        results = ptx_launch.lower(inner, values, call, compiled, text, aliases)
+    else:
+        record = launch_record(call, compiled, ctx.avals_out)
+        extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
+        rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
+        results = rule(inner, *values, opaque=stored_zlib(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
 
 
@@ -76,19 +81,24 @@ def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
     return dump.noted(call, types, compile_kernel(call.kernel, call.bound, types, call.options, target))
 
 
-def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
-    """jaxlib's serialized launch: machine code, grid and parameters. Neither IR nor line tables: every launch parses it all."""
-    lib, rocm = compat.gpu_triton, compiled.target.platform == "rocm"
-    kernel = lib.TritonKernel(
+def launched_kernel(compiled: CompiledKernel):
+    """jaxlib's record of the machine code. Neither IR nor line tables: every launch parses it all."""
+    rocm = compiled.target.platform == "rocm"
+    return compat.gpu_triton.TritonKernel(
         compiled.name,
         compiled.num_warps,
         compiled.num_ctas,
         compiled.shared_bytes,
-        _hsaco_file(compiled.binary) if rocm else compiled.binary,
+        hsaco_file(compiled.binary) if rocm else compiled.binary,
         "",
         0 if rocm else compiled.target.arch,
         *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
     )
+
+
+def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
+    """jaxlib's serialized launch: machine code, grid and parameters."""
+    lib = compat.gpu_triton
     descriptors = iter(compiled.descriptors or itertools.repeat(None))
     parameters: list = []
     for path, name, param in leaves(call.bound):
@@ -99,7 +109,7 @@ def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
             parameters.append(lib.create_array_parameter(inplace.bytes_to_zero(call, param, out_avals), 16 if aligned else 0))
         elif isinstance(param, Scalar) and name not in compiled.folded:
             parameters.append(lib.create_scalar_parameter(param.value, param.type))
-    return lib.TritonKernelCall(kernel, *call.grid, parameters).to_proto(call.name, call.metadata)
+    return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, parameters).to_proto(call.name, call.metadata)
 
 
 def stored_zlib(data: bytes) -> bytes:
@@ -117,7 +127,7 @@ def _hsaco_directory() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="jtops-hsaco-")
 
 
-def _hsaco_file(image) -> str:
+def hsaco_file(image) -> str:
     """jaxlib takes an HSACO by file name; the name is its content's hash."""
     path = os.path.join(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
     if not os.path.exists(path):

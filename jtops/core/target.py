@@ -99,10 +99,23 @@ def assumed(name: str | None) -> Target:
     return Target(90) if name is None else Target.parse(name)
 
 
+def of_device(device) -> Target | None:
+    """The target of a GPU of this process; None for a device that does not say."""
+    capability = getattr(device, "compute_capability", None)
+    return Target.parse(str(capability).split(":", maxsplit=1)[0]) if capability else None
+
+
+def present() -> jax.Device | None:
+    """The first GPU of this process, None where JAX computes on something else."""
+    if jax.default_backend() not in ("gpu", "cuda", "rocm"):
+        return None
+    device = jax.local_devices()[0]
+    return None if of_device(device) is None else device
+
+
 def _present(platform: str) -> Target | None:
     try:
         devices = jax.local_devices(backend=platform)
     except RuntimeError:
         return None
-    capability = getattr(devices[0], "compute_capability", None)
-    return Target.parse(str(capability).split(":", maxsplit=1)[0]) if capability else None
+    return of_device(devices[0])

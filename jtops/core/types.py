@@ -135,24 +135,32 @@ def array_of(param: Param) -> Operand | Result | None:
     return param if isinstance(param, Operand | Result) else None
 
 
-def as_scalar(value: Any) -> Scalar | None:
+_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
+
+
+def as_scalar(value: Any, annotation: str = "") -> Scalar | None:
     """The typed scalar of a Python or NumPy number, None for anything else.
 
-    Integers take the first of i32, u32, i64, u64 that holds them. A float is fp32 unless only fp64 holds it (Triton's rule);
-    a NumPy scalar keeps the width of its own type where Triton launches know it.
+    The kernel's own annotation of the parameter (``n: tl.int64``) decides where it names a type that launches know. Else integers
+    take the first of i32, u32, i64, u64 that holds them; a float is fp32 unless only fp64 holds it (Triton's rule); a NumPy
+    scalar keeps the width of its own type where launches know it.
     """
     if isinstance(value, np.generic):
         if isinstance(value, np.float32):
             return Scalar(float(value), "fp32")
         value = value.item()
-    if isinstance(value, bool):  # before int: bool is one
+    if annotation in ("fp32", "fp64") and isinstance(value, int | float):
+        return Scalar(float(value), annotation)
+    if isinstance(value, bool) and annotation not in _RANGES:  # before int: bool is one
         return Scalar(value, "i1")
     if isinstance(value, int):
-        for name, low, high in (("i32", -(2**31), 2**31), ("u32", 0, 2**32), ("i64", -(2**63), 2**63), ("u64", 0, 2**64)):
+        for name in [annotation] if annotation in _RANGES else _RANGES:
+            low, high = _RANGES[name]
             if low <= value < high:
-                return Scalar(value, name)
-        raise ValueError(f"integer overflow: {value} does not fit in 64 bits.")
-    if isinstance(value, float):
+                return Scalar(int(value), name)  # launches refuse subclasses of int
+        raise ValueError(f"integer overflow: {value} does not fit in {annotation if annotation in _RANGES else '64 bits'}.")
+    if isinstance(value, float) and annotation not in _RANGES:
+        value = float(value)
         tiny, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
         fits = value == 0 or not math.isfinite(value) or tiny <= abs(value) <= largest
         return Scalar(value, "fp32" if fits else "fp64")

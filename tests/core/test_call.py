@@ -198,7 +198,7 @@ class Unhashable:
     [
         ({"nn": 3}, TypeError, r"'nn' is neither a parameter of add_kernel\(.*\) nor an option of triton_call. Did you mean 'n'"),
         ({"num_warp": 4}, TypeError, "Did you mean 'num_warps'"),
-        ({"out_shape": X}, TypeError, "Did you mean 'out_type'"),
+        ({"out_types": X}, TypeError, "Did you mean 'out_type'"),
         ({"BLOCK": [128]}, TypeError, r"'BLOCK' is a compile-time constant and must be hashable; got \[128\] of type list"),
         ({"BLOCK": {"a": 1}}, TypeError, "'BLOCK'.*of type dict"),
         ({"BLOCK": np.array(128)}, TypeError, "'BLOCK'.*of type ndarray"),
@@ -315,6 +315,27 @@ def test_types():
     assert {v: as_scalar(v).type for v in kinds} == kinds
     assert as_scalar(np.float32(1e-40)).type == "fp32"
     assert as_scalar("a") is None
+
+
+@triton.jit
+def annotated_kernel(o_ptr, n: tl.int64, scale: tl.float32):
+    tl.store(o_ptr, n * 1000000 * scale.to(tl.int64))
+
+
+@pytest.mark.spec("int typing")
+@modes
+def test_a_kernels_annotation_decides_the_type(interpret):
+    """As in Triton's own launches: a small number does not shrink the arithmetic."""
+    out = jax.ShapeDtypeStruct((1,), jnp.float32)
+    for n in (1, 5000, 2**40):
+        got = call(n=n, scale=2, kernel=annotated_kernel, out_type=out, grid=1, interpret=interpret)
+        np.testing.assert_array_equal(got, np.float32(n * 2000000))
+    assert [as_scalar(v, "i64").type for v in (1, True, 2**40)] == ["i64"] * 3
+    assert as_scalar(3, "fp64") == as_scalar(3.0, "fp64")
+    assert as_scalar(3, "i8").type == "i32"  # launches know no such type
+    assert as_scalar(0.5, "i32") is None
+    with pytest.raises(ValueError, match="integer overflow: -1 does not fit in u32"):
+        as_scalar(-1, "u32")
 
 
 def test_kernel_of_interpreter_mode():

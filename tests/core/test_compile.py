@@ -73,6 +73,18 @@ def shared_kernel(x_ptr, o_ptr):
     tl.store(o_ptr + m[:, None] * 128 + m[None, :], tl.dot(x, tl.trans(x + 1)))
 
 
+@triton.jit
+def accumulators_kernel(a_ptr, b_ptr, o_ptr, steps, N: tl.constexpr = 256, K: tl.constexpr = 16):
+    """Three accumulators of 256 columns, all alive."""
+    m, n, k = tl.arange(0, 128), tl.arange(0, N), tl.arange(0, K)
+    x = y = z = tl.zeros((128, N), tl.float32)
+    for i in range(steps):
+        a = tl.load(a_ptr + i * 128 * K + m[:, None] * K + k[None, :])
+        b = tl.load(b_ptr + i * N * K + k[:, None] * N + n[None, :])
+        x, y, z = tl.dot(a, b, x), tl.dot(a + 1, b, y), tl.dot(a - 1, b, z)
+    tl.store(o_ptr + m[:, None] * N + n[None, :], x + y * 2 + z)
+
+
 def copied(**kwargs):
     return lambda x: jtops.triton_call(x, kernel=copy_kernel, out_type=x, grid=8, **kwargs)
 
@@ -167,6 +179,15 @@ def test_too_much_shared_memory():
     f = lambda x: jtops.triton_call(x, kernel=shared_kernel, out_type=out, grid=1)
     with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376 .*options: \{'"):
         lowered.text(f, jax.ShapeDtypeStruct((128, 512), jnp.float16), target="sm_86")
+
+
+@pytest.mark.spec("clusters (num_ctas), TMEM limit check (512)")
+def test_too_much_tensor_memory():
+    """Refused when it is compiled: launched, it would hang the GPU."""
+    a, out = jax.ShapeDtypeStruct((1 << 16,), jnp.bfloat16), jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    f = lambda a: jtops.triton_call(a, a, steps=7, kernel=accumulators_kernel, out_type=out, grid=1)
+    with pytest.raises(jtops.errors.KernelCompileError, match=r"needs \d+ columns of tensor memory, sm_100 has 512"):
+        lowered.text(f, a, target="sm_100")
 
 
 def test_shipped_text_is_code_only():

@@ -232,6 +232,7 @@ def only(f, *args, **how):
     return kernel
 
 
+@pytest.mark.spec("Gluon kernels (GluonJITFunction/GluonASTSource)")
 def test_warp_specialisation_raises_the_number_of_warps():
     kernel = only(product, sds((256, 192), jnp.bfloat16), sds((192, 256), jnp.bfloat16))
     assert kernel.num_warps == 8  # four asked for, one for the producer, padded to warpgroups
@@ -240,6 +241,7 @@ def test_warp_specialisation_raises_the_number_of_warps():
     assert "cp.async.bulk.tensor" in kernel.binary
 
 
+@pytest.mark.spec("host-side TensorDescriptor(base,shape,strides,block_shape,layout,padding,round_f32_to_tf32), .from_array")
 def test_triton_kernels_take_host_descriptors_with_and_without_tma():
     x = sds((100, 96), jnp.bfloat16)
     assert len(only(triton_copied, x).descriptors) == 2
@@ -250,10 +252,12 @@ def test_triton_kernels_take_host_descriptors_with_and_without_tma():
     assert older.binary.split(")")[0].count(".param") == 2 * (1 + 4 + 1 + 4) + 2
 
 
+@pytest.mark.spec("device-side TMA descriptors (global scratch)")
 def test_device_descriptors_ask_for_scratch():
     assert only(twice_by_device_descriptors, sds((100, 96), jnp.float32)).scratch_bytes > 0
 
 
+@pytest.mark.spec("clusters (num_ctas), TMEM limit check (512)")
 def test_clusters():
     kernel = only(clustered, sds((5000,), jnp.float32))
     assert kernel.num_ctas == 2
@@ -283,6 +287,7 @@ def test_gluon_kernels_are_not_interpreted():
 SHAPES = [(64, 64), (100, 96), (1, 8), (257, 520)]
 
 
+@pytest.mark.spec("host-side TensorDescriptor(base,shape,strides,block_shape,layout,padding,round_f32_to_tf32), .from_array")
 @pytest.mark.parametrize("interpret", [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=gpu)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16, jnp.int32, jnp.int8])
 def test_host_descriptors(dtype, interpret):
@@ -320,6 +325,7 @@ def test_a_view_of_other_shape_and_strides(interpret):
     np.testing.assert_array_equal(got["o"], x[:, ::2])
 
 
+@pytest.mark.spec("Gluon kernels (GluonJITFunction/GluonASTSource)")
 @gpu
 @pytest.mark.parametrize("n", [1, 256, 5000])
 def test_gluon_add(n):
@@ -355,6 +361,7 @@ def test_warp_specialised_matmul(m, n, k):
     np.testing.assert_array_equal(got, np.asarray(jax.jit(product)(a, b), np.float64))
 
 
+@pytest.mark.spec("device-side TMA descriptors (global scratch)")
 @gpu
 @pytest.mark.parametrize("shape", [(32, 64), (100, 96)])
 def test_device_descriptors(shape):

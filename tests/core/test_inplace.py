@@ -287,6 +287,8 @@ def test_other_errors_teach():
         add_to(x, y, kernel=old_kernel)
     with pytest.raises(ValueError, match="cannot be combined with Ref operands"):
         add_to(jax.new_ref(x), y, interpret=True)
+    with pytest.raises(ValueError, match="one Ref is given to two parameters"):
+        call(*[jax.new_ref(y)] * 2, n=20, kernel=add_to_kernel, out_type=(), grid=1)
     with pytest.raises(TypeError, match="'y_ptr' takes a whole Ref; got a part of one"):
         jax.jit(lambda r: call(x, r.at[:20], n=20, kernel=add_to_kernel, out_type=(), grid=1))(jax.new_ref(y))
     with pytest.raises(jtops.UnsupportedError, match="no vmap rule"):

@@ -149,7 +149,7 @@ def test_weak_scalars():
 
 
 @ways
-@pytest.mark.parametrize("block", [None, jtops.Config(BLOCK_M=1, BLOCK_N=4)])
+@pytest.mark.parametrize("block", [None, jtops.Config(BLOCK_M=1, BLOCK_N=4, PROGRAMS=4)])
 def test_softmax_of_infinities_and_nan(block, implementation):
     kw = {"implementation": implementation} | ({} if block is None or implementation == "xla" else {"config": block})
     inf, nan = jnp.inf, jnp.nan

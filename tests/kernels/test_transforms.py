@@ -11,7 +11,20 @@ import pytest
 
 from tests import numerics
 from tests.kernels import lowered
-from tests.specs import MODELS, SPECS, cotangent, draw, every_op, floating, function, some_ops, truth, truth_vjp, value_and_vjp
+from tests.specs import (
+    ALIKE,
+    MODELS,
+    SPECS,
+    cotangent,
+    draw,
+    every_op,
+    floating,
+    function,
+    some_ops,
+    truth,
+    truth_vjp,
+    value_and_vjp,
+)
 
 every_way = pytest.mark.parametrize("implementation", [None, "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 
@@ -100,7 +113,7 @@ CALLS = [
     pytest.param(
         *(spec, name, way),
         id=f"{op}-{name}-{way}",
-        marks=[pytest.mark.slow] * ((name not in AT_ONCE and (way is None or op not in MODELS)) or op == "rms_norm"),
+        marks=[pytest.mark.slow] * ((name not in AT_ONCE and (way is None or op not in MODELS)) or op in ALIKE),
     )
     for op, spec in SPECS.items()
     for name in TRANSFORMS
@@ -317,6 +330,8 @@ def test_residual_memory(spec):
         "softmax": (1, (x, None)),
         "layer_norm": (1, (x, w, w)),
         "rms_norm": (1, (x, w)),
+        "add_layer_norm": (1, (x, x, w, w)),
+        "add_rms_norm": (1, (x, x, w)),
         "matmul": (0, (x, jnp.eye(1024), None, None)),
         "flash_attention": (2, (heads, heads, heads)),
     }[spec.name]

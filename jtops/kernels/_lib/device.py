@@ -1,9 +1,22 @@
-"""Device functions that several ops share."""
+"""Device functions that several ops share, and what their launchers tell them."""
 
-from jtops.core.compat import triton
+import math
+
+from jtops.core.compat import tl, triton
 
 
 @triton.jit
 def own_row(row, inner, own):
     """The row of an operand that serves row `row` of the call (see `Rows`)."""
     return row // inner % own
+
+
+@triton.jit
+def multiple_of(n, UNIT: tl.constexpr):
+    """`n`, which is a multiple of UNIT, in a form from which the compiler sees it: what is aligned is loaded by vectors."""
+    return n // UNIT * UNIT
+
+
+def unit(n: int) -> int:
+    """UNIT for a size: a multiple of 16 is known to be one already, what else a vector of 8 divides has to be said."""
+    return 1 if n % 16 == 0 else math.gcd(n, 8)

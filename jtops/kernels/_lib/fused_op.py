@@ -22,8 +22,8 @@ What was hard, and why it is as it is:
   would reshape an axis that is sharded. An operand's batch axis may have size 1: shared, never copied.
 * vmap of the vjp stage must give a gradient per example, so it broadcasts the operands that are differentiated. Summing over the
   mapped axis there would be right for grad(vmap) and silently wrong for vmap(grad).
-* Gradients of operands that devices share are partial sums: see `sharding`. Inside shard_map that is JAX's business, and works
-  only if all operands vary over the same mesh axes when the primitive is bound.
+* Gradients of operands that devices share are partial sums: see `jtops.core.partition`. Inside shard_map that is JAX's business,
+  and works only if all operands vary over the same mesh axes when the primitive is bound.
 * Launchers run when the program is lowered, maybe on a shard and maybe inside XLA's partitioner, where an error loses its type.
   Whatever can be said of a call must be said before: `limits` sees the whole, unsharded call.
 * Abstract evaluation traces the reference, so shapes and dtypes are written down once, and a reference need not know meshes.
@@ -43,9 +43,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 
 from jtops import config
-from jtops.core import compat, notes, target
+from jtops.core import compat, notes, partition, target
 from jtops.errors import UnsupportedError
-from jtops.kernels._lib import sharding
 from jtops.kernels._lib.axes import AxisRule
 from jtops.kernels._lib.launch import Config, Launch, Rows
 
@@ -107,6 +106,12 @@ class Call:
     def saved_of(self, full):
         """The values the backward reads, of all that the residual forward gives."""
         return [full[i] for i in self.op.saves] + list(full[self.n_out :])
+
+    def mesh_axes(self) -> partition.Axes:
+        """Axes of every operand and result, batch axes first."""
+        batch = tuple((f"batch{i}",) for i in range(self.n_batch))
+        ins, outs = (tuple((*batch, *dims) for dims in side) for side in self.axes())
+        return partition.Axes(ins, outs, self.op.rule.whole)
 
     def axes(self):
         """-> core axes of every operand, of every result."""
@@ -268,20 +273,10 @@ def reference_stage(call: Call, *args) -> list:
     return list(jax.vjp(live, *moved)[1](linear))
 
 
-def _outside_mesh(f):
-    """Trace `f` as if no mesh were set: under jax.set_mesh jax.numpy would ask for output shardings and emit constraints."""
-
-    def g(*args):
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return f(*args)
-
-    return g
-
-
 @functools.lru_cache(4096)
 def out_types(call: Call, operand_types: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes and dtypes of a stage's results, as its reference has them."""
-    outs = _outside_mesh(functools.partial(jax.eval_shape, functools.partial(reference_stage, call)))(*operand_types)
+    outs = partition.outside_mesh(functools.partial(jax.eval_shape, functools.partial(reference_stage, call)))(*operand_types)
     return tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs)
 
 
@@ -305,7 +300,7 @@ def _abstract_eval(*avals, call):
     else:
         plain = call.to("fwd" if call.stage == "fwd" else "out", wrt=(), live=())
         shapes = [a.shape for a in (*primals, *out_types(plain, _types(primals)))]
-        specs = list(sharding.decide(plain, shapes, mesh.shape, [p.sharding.spec for p in primals]).outs)
+        specs = list(partition.decide(plain.mesh_axes(), shapes, mesh.shape, [p.sharding.spec for p in primals]).outs)
         if call.stage == "jvp":
             specs = _picked(specs, call.live)
     return [
@@ -472,42 +467,29 @@ def _restore(gradient, wanted: tuple[int, ...], n: int, shape: tuple[int, ...]) 
 
 
 def _lower(ctx, *args, call, platform):
+    name = f"{call.op.name}_{call.stage}"
     if (reason := _why_reference(ctx, call, platform)) is not None:
-        notes.add(f"jtops_{call.op.name}_{call.stage}", "XLA", reason, platform)
-        return _lower_local(ctx, *args, local=functools.partial(reference_stage, call))
+        notes.add(f"jtops_{name}", "XLA", reason, platform)
+        return partition.lower_local(ctx, *args, local=functools.partial(reference_stage, call))
     _check_lowerable(ctx, call, platform)
-    local = functools.partial(_run_kernel, call, platform)
-    mesh = ctx.avals_in[0].sharding.mesh
-    if compat.manual_axes(ctx) is not None:  # sums over devices are JAX's, of the gradient as it is handed out
-        cast = lambda *a: [o.astype(t.dtype) for o, t in zip(local(*a), ctx.avals_out, strict=True)]
-        return _lower_local(ctx, *args, local=cast)
-    if not mesh.empty and mesh.are_all_axes_explicit:
-        return mlir.lower_fun(sharding.by_types(call, local, ctx.avals_in, ctx.avals_out))(ctx, *args)
-    if compat.devices_of(ctx) != 1:
+    if partition.is_automatic(ctx) and compat.device_count(ctx) > 1:
         reason = "each device's part of it is lowered, by its own shapes, while XLA splits the program"
-        notes.add(f"jtops_{call.op.name}_{call.stage}", "decided by XLA's partitioner", reason, platform)
-    types = _types(ctx.avals_in), _types(ctx.avals_out)
-    return _lower_local(ctx, *args, local=sharding.by_partitioner(call, _outside_mesh(local), *types))
+        notes.add(f"jtops_{name}", "decided by XLA's partitioner", reason, platform)
+    local = functools.partial(_run_kernel, call, platform)
+    return partition.lower(ctx, *args, axes=call.mesh_axes(), name=name, local=local)
 
 
 def _why_reference(ctx, call, platform) -> str | None:
     """Why XLA runs the reference; None where a kernel runs."""
     if call.stage == "jvp":
         return "forward-mode and second derivatives are the reference's"
+    if call.implementation == "xla":
+        return 'implementation="xla"'
     if platform not in KERNEL_PLATFORMS and call.implementation is None:
         return f"{platform} runs no Triton kernels"
     if any(math.prod(a.shape) == 0 for a in (*ctx.avals_in, *ctx.avals_out)):
         return "an array is empty"
     return None
-
-
-def _lower_local(ctx, *args, local):
-    """Lower plain HLO, which XLA partitions by itself, or the code of one device."""
-    f = lambda *a: tuple(local(*a))
-    if compat.manual_axes(ctx) is not None:
-        return mlir.lower_fun(f)(ctx, *args)
-    bare = ctx.replace(avals_in=[a.update(sharding=None) for a in ctx.avals_in])  # sharding types end here
-    return mlir.lower_fun(_outside_mesh(f))(bare, *args)
 
 
 def _check_lowerable(ctx, call, platform):
@@ -520,12 +502,7 @@ def _check_lowerable(ctx, call, platform):
     operands = [next(given) if p else None for p in call.present]
     if (reason := call.op.limits(*operands, **dict(call.options))) is not None:
         raise UnsupportedError(f'{name}: {reason}. Use implementation="xla" for this call.')
-    manual = compat.manual_axes(ctx)
-    if manual is not None and manual[0] != set(manual[1]):  # custom_partitioning there would abort the process
-        raise UnsupportedError(
-            f"{name}: inside shard_map every mesh axis must be manual for a kernel; got {sorted(manual[0])} of {manual[1]}. Give "
-            'shard_map all axis_names, or use implementation="xla".'
-        )
+    partition.check_manual(ctx, name, ', or use implementation="xla"')
 
 
 mlir.register_lowering(fused_p, functools.partial(_lower, platform="cpu"))

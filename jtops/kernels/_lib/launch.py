@@ -109,6 +109,6 @@ class Launch:
             compute_capability=str(self.target),
             interpret=self.interpret,
             cost_estimate={"flops": flops, "bytes_accessed": moved},
-            **config.kwargs,
+            **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in kernel.arg_names},  # others size the grid
             **kwargs,
         )

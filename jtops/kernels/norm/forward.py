@@ -1,0 +1,264 @@
+"""Forward kernels of the norms and their launcher.
+
+Rows that fit a block are held in registers, several to a program where they are short. Longer ones are read twice: once for their
+statistics, once to be normalised; by one program each, or, where there are few, by several in two launches.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jtops.core.compat import tl, triton
+from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.launch import Config, Launch, Rows
+from jtops.kernels.norm.config import forward_config
+
+
+@triton.jit
+def mean_of(total, n):
+    """total / n, correctly rounded: the default division is not, and a gradient that cancels to 0 would not be 0."""
+    return tl.div_rn(total, tl.full(total.shape, n, tl.float32))
+
+
+@triton.jit
+def parameter(ptr, rows, cols, mask, n, inner, own, EACH: tl.constexpr):
+    """A tile of scale or bias in float32. EACH: the rows of x may have different ones (see `Rows`)."""
+    if EACH:
+        p = tl.load(ptr + own_row(rows, inner, own)[:, None] * n + cols[None, :], mask=mask, other=0.0)
+    else:
+        p = tl.load(ptr + cols, mask=cols < n, other=0.0)[None, :]
+    return p.to(tl.float32)
+
+
+@triton.jit
+def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask):
+    """A float32 tile of x; of x + residual as it is stored, where there is a residual."""
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x = (x + tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + offsets, x, mask=mask)
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
+    r, n, tiles, programs, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
+    CENTRED: tl.constexpr, SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr, HOLD: tl.constexpr, UNIT: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: `tiles` tiles of BLOCK_M whole rows, `programs` tiles apart. Nothing is carried from one to the next.
+
+    The variance is the mean of squared deviations from the mean, never E[x^2] - E[x]^2. HOLD: what all rows share of scale and
+    bias stays in registers; else it is read when it is needed, so that registers serve rows on their way.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    n = multiple_of(n, UNIT)
+    cols = tl.arange(0, BLOCK_N)
+    if HOLD and not SCALE_EACH and scale_ptr is not None:
+        scale = parameter(scale_ptr, None, cols, None, n, 1, 1, False)
+    if HOLD and not BIAS_EACH and bias_ptr is not None:
+        bias = parameter(bias_ptr, None, cols, None, n, 1, 1, False)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < r)[:, None] & (cols < n)[None, :]
+        offsets = rows[:, None] * n + cols[None, :]
+        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask)
+        if CENTRED:
+            mean = mean_of(tl.sum(x, 1), n)
+            x = tl.where((cols < n)[None, :], x - mean[:, None], 0.0)
+            if mean_ptr is not None:
+                tl.store(mean_ptr + rows, mean, mask=rows < r)
+        rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + epsilon)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + rows, rstd, mask=rows < r)
+        y = x * rstd[:, None]
+        if scale_ptr is not None:
+            if not HOLD or SCALE_EACH:
+                scale = parameter(scale_ptr, rows, cols, mask, n, scale_inner, scale_own, SCALE_EACH)
+            y = y * (scale + scale_offset)
+        if bias_ptr is not None:
+            if not HOLD or BIAS_EACH:
+                bias = parameter(bias_ptr, rows, cols, mask, n, bias_inner, bias_own, BIAS_EACH)
+            y = y + bias
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merged(means, squares, counts, n):
+    """Mean and sum of squared deviations of a whole, from those of its parts (Chan, Golub and LeVeque).
+
+    Means are summed as differences from one of them, so that a constant row has exactly its constant as mean.
+    """
+    origin = tl.max(tl.where(counts > 0, means, -float("inf")), 0)
+    origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)  # infinities are not to make NaN of what has none
+    mean = origin + mean_of(tl.sum(tl.where(counts > 0, counts * (means - origin), 0.0), 0), n)
+    return mean, tl.sum(tl.where(counts > 0, squares + counts * (means - mean) * (means - mean), 0.0), 0)
+
+
+@triton.jit
+def _long_forward_kernel(
+    x_ptr, residual_ptr, scale_ptr, bias_ptr, means_ptr, squares_ptr,
+    y_ptr, sum_ptr, mean_ptr, rstd_ptr, part_means_ptr, part_squares_ptr,
+    n, splits, per_split, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
+    CENTRED: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
+
+    Loop invariant of the first pass: lane j has the mean, and the sum of squared deviations from it, of the elements j, j + BLOCK_N
+    ... so far (Welford). The second pass goes backwards: what was read last is still in the cache.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    row, split = pid // splits, (pid % splits).to(tl.int32)
+    n = multiple_of(n, UNIT)
+    first = split * per_split
+    last = tl.minimum(first + per_split, n)
+    blocks = tl.cdiv(last - first, BLOCK_N)
+    lanes = tl.arange(0, BLOCK_N)
+    base = row * n
+    if STATISTICS:
+        means = tl.zeros((BLOCK_N,), tl.float32)
+        squares = tl.zeros((BLOCK_N,), tl.float32)
+        for i in tl.range(0, blocks, num_stages=STAGES):
+            cols = first + i * BLOCK_N + lanes
+            x = _input(x_ptr, residual_ptr, sum_ptr, base + cols, cols < last)
+            if CENTRED:
+                step = tl.where(cols < last, x - means, 0.0)
+                means += step * (1.0 / tl.full((), i + 1, tl.float32))
+                squares += tl.where(cols < last, step * (x - means), 0.0)
+            else:
+                squares += x * x
+        if CENTRED:
+            counts = tl.maximum((last - first - lanes + BLOCK_N - 1) // BLOCK_N, 0).to(tl.float32)
+            mean, square = _merged(means, squares, counts, last - first)
+        else:
+            mean, square = 0.0, tl.sum(squares, 0)
+        if not APPLY:
+            if CENTRED:
+                tl.store(part_means_ptr + pid, mean)
+            tl.store(part_squares_ptr + pid, square)
+    else:
+        parts = tl.arange(0, SPLITS)
+        squares = tl.load(squares_ptr + row * splits + parts, mask=parts < splits, other=0.0)
+        if CENTRED:
+            means = tl.load(means_ptr + row * splits + parts, mask=parts < splits, other=0.0)
+            counts = tl.maximum(tl.minimum(n - parts * per_split, per_split), 0).to(tl.float32)
+            mean, square = _merged(means, squares, counts, n)
+        else:
+            mean, square = 0.0, tl.sum(squares, 0)
+    if APPLY:
+        rstd = tl.rsqrt(mean_of(square, n) + epsilon)
+        if split == 0:
+            if mean_ptr is not None:
+                tl.store(mean_ptr + row, mean)
+            if rstd_ptr is not None:
+                tl.store(rstd_ptr + row, rstd)
+        scale_base = own_row(row, scale_inner, scale_own) * n
+        bias_base = own_row(row, bias_inner, bias_own) * n
+        if STATISTICS and residual_ptr is not None:
+            tl.debug_barrier()  # the sum is read by other threads than those that wrote it
+        for i in tl.range(0, blocks, num_stages=STAGES):
+            cols = first + (blocks - 1 - i) * BLOCK_N + lanes
+            if residual_ptr is not None and STATISTICS:
+                x = tl.load(sum_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)
+            else:
+                x = tl.load(x_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)
+            y = (x - mean) * rstd
+            if scale_ptr is not None:
+                y = y * (tl.load(scale_ptr + scale_base + cols, mask=cols < last, other=0.0).to(tl.float32) + scale_offset)
+            if bias_ptr is not None:
+                y = y + tl.load(bias_ptr + bias_base + cols, mask=cols < last, other=0.0).to(tl.float32)
+            tl.store(y_ptr + base + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last)
+
+
+def absent(present: dict[str, bool]) -> dict[str, Any]:
+    """Keywords of the result pointers that are not there."""
+    return {f"{name}_ptr": None for name, there in present.items() if not there}
+
+
+def rows_of(name: str, rows: Rows | None) -> dict[str, Any]:
+    """Keywords that say which row of a parameter serves which row of x."""
+    return {f"{name}_inner": rows.inner if rows else 1, f"{name}_own": rows.own if rows else 1}
+
+
+def forward(launch: Launch, x, *others):
+    """Launcher of all four ops; of those that add, the residual comes after x, and their sum after the result."""
+    residual, parameters, parameter_rows = None, others, launch.rows[1:]
+    if adds := launch.op.startswith("add_"):
+        residual, *parameters = launch.rows[1].full(others[0]), *others[1:]
+        parameter_rows = launch.rows[2:]
+    scale, bias = (*parameters, None)[:2]
+    scale_rows, bias_rows = (*parameter_rows, None)[:2]
+    x = launch.rows[0].full(x)
+    r, n = x.shape
+    centred = launch.op.endswith("layer_norm")
+    config = launch.config or forward_config(r, n, x.dtype.itemsize)
+    results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    if adds:
+        results["sum"] = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, residual.dtype))
+    if launch.residuals:
+        results |= {name: jax.ShapeDtypeStruct((r,), jnp.float32) for name in ("mean", "rstd")[not centred :]}
+    run = _rows if n <= config["BLOCK_N"] else _long
+    numbers = {
+        "n": n,
+        "epsilon": launch.options["epsilon"],
+        "scale_offset": launch.options["scale_offset"],
+        "CENTRED": centred,
+        "UNIT": unit(n),
+        "STAGES": config["num_stages"] or 1,
+        **rows_of("scale", scale_rows),
+        **rows_of("bias", bias_rows),
+    }
+    got = run(launch, config, {"x_ptr": x, "residual_ptr": residual, "scale_ptr": scale, "bias_ptr": bias}, results, numbers)
+    return tuple(got[name] for name in results)
+
+
+def _rows(launch: Launch, config: Config, arrays, results, numbers) -> dict[str, jax.Array]:
+    r, n = arrays["x_ptr"].shape
+    total = cdiv(r, config["BLOCK_M"])
+    programs = min(config["PROGRAMS"], total)
+    out = launch(
+        _forward_kernel, **arrays, **numbers, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
+        r=r, tiles=cdiv(total, programs), programs=programs, config=config, flops=8 * r * n, grid=programs,
+        out_type=list(results.values()), SCALE_EACH=numbers["scale_own"] > 1, BIAS_EACH=numbers["bias_own"] > 1,
+        HOLD=programs < total,
+    )  # fmt: skip
+    return dict(zip(results, out, strict=True))
+
+
+def _long(launch: Launch, config: Config, arrays, results, numbers) -> dict[str, jax.Array]:
+    x, block = arrays["x_ptr"], config["BLOCK_N"]
+    r, n = x.shape
+    per_split = cdiv(cdiv(n, block), max(1, config["PROGRAMS"] // r)) * block
+    splits = cdiv(n, per_split)
+    shared = {"config": config, "flops": 8 * r * n, "grid": r * splits, "splits": splits, "per_split": per_split}
+    shared |= {**numbers, "SPLITS": next_power_of_2(splits)}
+    statistics: dict[str, Any] = {"means_ptr": None, "squares_ptr": None}
+    of = lambda names: [results[name] for name in names]
+    if splits == 1:
+        out = launch(
+            _long_forward_kernel, **arrays, **statistics, **shared, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
+            part_means_ptr=None, part_squares_ptr=None, out_type=of(results), STATISTICS=True, APPLY=True,
+        )  # fmt: skip
+        return dict(zip(results, out, strict=True))
+    early = [name for name in results if name == "sum"]
+    parts = ["part_means", "part_squares"][not numbers["CENTRED"] :]
+    part = jax.ShapeDtypeStruct((r, splits), jnp.float32)
+    out = launch(
+        _long_forward_kernel, **{**arrays, "scale_ptr": None, "bias_ptr": None}, **statistics, **shared, name=f"{launch.stage}_statistics",
+        **absent({"y": False, "sum": bool(early), "mean": False, "rstd": False, "part_means": numbers["CENTRED"]}),
+        out_type=of(early) + [part] * len(parts), STATISTICS=True, APPLY=False,
+    )  # fmt: skip
+    done = dict(zip([*early, *parts], out, strict=True))
+    late = [name for name in results if name not in early]
+    out = launch(
+        _long_forward_kernel, **{**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None},
+        means_ptr=done.get("part_means"), squares_ptr=done["part_squares"], **shared,
+        **absent({"sum": False, **{name: name in late for name in ("mean", "rstd")}, "part_means": False, "part_squares": False}),
+        out_type=of(late), STATISTICS=False, APPLY=True,
+    )  # fmt: skip
+    return done | dict(zip(late, out, strict=True))

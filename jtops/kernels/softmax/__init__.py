@@ -1,0 +1,5 @@
+"""softmax."""
+
+from jtops.kernels.softmax.op import softmax
+
+__all__ = ["softmax"]
