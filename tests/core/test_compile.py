@@ -257,6 +257,30 @@ def test_threads_compile_a_kernel_once(monkeypatch):
     assert len(runs) == 2
 
 
+def test_no_lock_is_held_while_compiling(monkeypatch):
+    """Two threads are inside the compiler at the same time: each waits there for the other."""
+    meeting, errors = threading.Barrier(2), []
+    real = compile_module._run_triton
+
+    def met(*args):
+        meeting.wait(timeout=60)
+        return real(*args)
+
+    def work(block):
+        try:
+            lowered.text(copied(BLOCK=block, num_warps=1), X)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(compile_module, "_run_triton", met)
+    threads = [threading.Thread(target=work, args=(block,)) for block in (16, 2048)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert errors == []
+
+
 def test_versions_are_checked():
     """Case 48: a Triton too old for us is named at first use, a JAX too old at import."""
     for script, said in (
