@@ -1,7 +1,7 @@
 """Times candidate Configs of the row ops on this GPU: ``python -m benchmarks.row_candidates RESULT.json [seconds]``.
 
-Prints, per op, way and shape, the best candidates and their share of a copy of as many bytes; the JSON has all. What does not fit in
-the given time (150 s) is left out, from the end of the list.
+Prints, per op, way and shape, the best candidates and their share of a copy of as many bytes; the JSON has all. What does not fit
+in the given time (150 s) is left out, from the end of the list.
 """
 
 import dataclasses

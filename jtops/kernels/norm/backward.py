@@ -162,8 +162,8 @@ def _dx_kernel(
 def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
     """No fused multiply-add: it would subtract the rounded mean(w) from the unrounded w, and what should cancel would not.
 
-    With 16 elements a thread, what a program carries fits 128 registers (sm_90, without spills), so that two share a multiprocessor;
-    left alone, the compiler takes 163.
+    With 16 elements a thread, what a program carries fits 128 registers (sm_90, without spills), so that two programs share a
+    multiprocessor; left alone, the compiler takes 163.
     """
     elements = config["BLOCK_M"] * config["BLOCK_N"] // (32 * config["num_warps"])
     limit = {"maxnreg": 128} if launch.target.platform == "cuda" and elements <= 16 else {}
@@ -246,7 +246,7 @@ def _totals(launch: Launch, partial, group_rows: int, rows, parameters, wanted) 
     """Gradients of scale and bias from sums [groups, parts, n]."""
     if not partial:
         return [None] * len(wanted)
-    groups, _, n = partial[0].shape
+    groups = partial[0].shape[0]
     given = [p for p, w in zip(parameters, wanted, strict=True) if w]
     totals = iter(sum_parts(launch, partial, [p.dtype if groups == 1 else jnp.float32 for p in given]))
 

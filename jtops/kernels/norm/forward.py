@@ -187,10 +187,10 @@ def rows_of(name: str, rows: Rows | None) -> dict[str, Any]:
 
 def forward(launch: Launch, x, *others):
     """Launcher of all four ops; of those that add, the residual comes after x, and their sum after the result."""
-    residual, parameters, parameter_rows = None, others, launch.rows[1:]
+    residual: Any = None
+    parameters, parameter_rows = others, launch.rows[1:]
     if adds := launch.op.startswith("add_"):
-        residual, *parameters = launch.rows[1].full(others[0]), *others[1:]
-        parameter_rows = launch.rows[2:]
+        residual, parameters, parameter_rows = launch.rows[1].full(others[0]), others[1:], launch.rows[2:]
     scale, bias = (*parameters, None)[:2]
     scale_rows, bias_rows = (*parameter_rows, None)[:2]
     x = launch.rows[0].full(x)
@@ -235,30 +235,22 @@ def _long(launch: Launch, config: Config, arrays, results, numbers) -> dict[str,
     r, n = x.shape
     per_split = cdiv(cdiv(n, block), max(1, config["PROGRAMS"] // r)) * block
     splits = cdiv(n, per_split)
-    shared = {"config": config, "flops": 8 * r * n, "grid": r * splits, "splits": splits, "per_split": per_split}
-    shared |= {**numbers, "SPLITS": next_power_of_2(splits)}
-    statistics: dict[str, Any] = {"means_ptr": None, "squares_ptr": None}
-    of = lambda names: [results[name] for name in names]
+    shared = {**numbers, "config": config, "flops": 8 * r * n, "grid": r * splits, "splits": splits, "per_split": per_split}
+    shared |= {"SPLITS": next_power_of_2(splits), "means_ptr": None, "squares_ptr": None}
+
+    def run(given, wanted: dict[str, jax.ShapeDtypeStruct], **more):
+        missing = absent({name: name in wanted for name in ("y", "sum", "mean", "rstd", "part_means", "part_squares")})
+        out = launch(_long_forward_kernel, **given, **{**shared, **more}, **missing, out_type=list(wanted.values()))
+        return dict(zip(wanted, out, strict=True))
+
     if splits == 1:
-        out = launch(
-            _long_forward_kernel, **arrays, **statistics, **shared, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
-            part_means_ptr=None, part_squares_ptr=None, out_type=of(results), STATISTICS=True, APPLY=True,
-        )  # fmt: skip
-        return dict(zip(results, out, strict=True))
-    early = [name for name in results if name == "sum"]
+        return run(arrays, results, STATISTICS=True, APPLY=True)
+    early = {name: t for name, t in results.items() if name == "sum"}
+    late = {name: t for name, t in results.items() if name != "sum"}
     parts = ["part_means", "part_squares"][not numbers["CENTRED"] :]
-    part = jax.ShapeDtypeStruct((r, splits), jnp.float32)
-    out = launch(
-        _long_forward_kernel, **{**arrays, "scale_ptr": None, "bias_ptr": None}, **statistics, **shared, name=f"{launch.stage}_statistics",
-        **absent({"y": False, "sum": bool(early), "mean": False, "rstd": False, "part_means": numbers["CENTRED"]}),
-        out_type=of(early) + [part] * len(parts), STATISTICS=True, APPLY=False,
-    )  # fmt: skip
-    done = dict(zip([*early, *parts], out, strict=True))
-    late = [name for name in results if name not in early]
-    out = launch(
-        _long_forward_kernel, **{**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None},
-        means_ptr=done.get("part_means"), squares_ptr=done["part_squares"], **shared,
-        **absent({"sum": False, **{name: name in late for name in ("mean", "rstd")}, "part_means": False, "part_squares": False}),
-        out_type=of(late), STATISTICS=False, APPLY=True,
-    )  # fmt: skip
-    return done | dict(zip(late, out, strict=True))
+    part = dict.fromkeys(parts, jax.ShapeDtypeStruct((r, splits), jnp.float32))
+    without = {**arrays, "scale_ptr": None, "bias_ptr": None}
+    done = run(without, early | part, STATISTICS=True, APPLY=False, name=f"{launch.stage}_statistics")
+    ready = {**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None}
+    got = run(ready, late, STATISTICS=False, APPLY=True, means_ptr=done.get("part_means"), squares_ptr=done["part_squares"])
+    return done | got

@@ -12,3 +12,12 @@ def rows_config(r: int, n: int, itemsize: int, arrays: int) -> Config:
     block_m = min(64, max(1, 4096 // block_n))
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
     return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=1 << 30, num_warps=warps)
+
+
+def strided_config(b: int, n: int, inner: int, itemsize: int) -> Config:
+    """Blocks for [b, n, inner] along n: BLOCK_M neighbours are 128 bytes, down to a sector of 32 where programs are few."""
+    block_m = 128 // itemsize
+    while block_m > 32 // itemsize and b * -(-inner // block_m) < 256:
+        block_m //= 2
+    block_m = min(block_m, next_power_of_2(inner))
+    return Config(BLOCK_M=block_m, BLOCK_N=min(next_power_of_2(n), 8192 // block_m), PROGRAMS=1, num_warps=8)
