@@ -89,9 +89,9 @@ def _backward_kernel(
         if dbias_ptr is not None:
             dbias += g
     if dscale_ptr is not None:
-        tl.store(dscale_ptr + pid * n + cols, tl.sum(dscale, 0), mask=cols < n)
+        tl.store(dscale_ptr + pid * n + cols, tl.sum(dscale, 0).to(dscale_ptr.dtype.element_ty), mask=cols < n)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + pid * n + cols, tl.sum(dbias, 0), mask=cols < n)
+        tl.store(dbias_ptr + pid * n + cols, tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty), mask=cols < n)
 
 
 @triton.jit
@@ -129,9 +129,11 @@ def _sums_kernel(
         if dbias_ptr is not None:
             dbias += g
     if dscale_ptr is not None:
-        tl.store(dscale_ptr + (group * parts + part) * n + cols, tl.sum(dscale, 0), mask=cols < n)
+        total = tl.sum(dscale, 0).to(dscale_ptr.dtype.element_ty)
+        tl.store(dscale_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + (group * parts + part) * n + cols, tl.sum(dbias, 0), mask=cols < n)
+        total = tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty)
+        tl.store(dbias_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
 
 
 @triton.jit
@@ -166,7 +168,7 @@ def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
     multiprocessor; left alone, the compiler takes 163.
     """
     elements = config["BLOCK_M"] * config["BLOCK_N"] // (32 * config["num_warps"])
-    limit = {"maxnreg": 128} if launch.target.platform == "cuda" and elements <= 16 else {}
+    limit = {"maxnreg": 128} if launch.target.platform == "cuda" and elements <= 16 and config["num_warps"] <= 16 else {}
     return {"enable_fp_fusion": False, **limit}
 
 
@@ -190,13 +192,15 @@ def backward(launch: Launch, operands, saved, cotangents):
     arrays = {"x_ptr": x, "scale_ptr": scale, "g_ptr": g, "mean_ptr": mean[0] if mean else None, "rstd_ptr": rstd}
     numbers: dict[str, Any] = {"n": n, "scale_offset": launch.options["scale_offset"], "UNIT": unit(n)}
     numbers |= rows_of("scale", scale_rows[0])
-    written = dict(zip(("dscale", "dbias"), (*wanted, False), strict=False))
+    parameters = operands[2 if adds else 1 :]
+    written = {"dscale": None, "dbias": None}
+    written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
     config = launch.config or backward_config(r, n, x.dtype.itemsize, sum(wanted))
     numbers["backend_options"] = _backend_options(launch, config)
     run = _rows if n <= config["BLOCK_N"] else _long
     dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)
-    parameters = _totals(launch, partial, group_rows, scale_rows, operands[2 if adds else 1 :], wanted)
-    return *([dx if w else None for w in launch.wanted[:2]] if adds else [dx]), *parameters
+    totals = _totals(launch, partial, group_rows, scale_rows, parameters, wanted)
+    return *([dx if w else None for w in launch.wanted[:2]] if adds else [dx]), *totals
 
 
 def _parts(config: Config, groups: int, group_rows: int, blocks: int = 1) -> tuple[int, int]:
@@ -211,11 +215,10 @@ def _rows(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     r, n = arrays["x_ptr"].shape
     groups = r // group_rows
     parts, tiles = _parts(config, groups, group_rows)
-    sums = jax.ShapeDtypeStruct((groups, parts, n), jnp.float32)
     dx, *partial = launch(
-        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows, **absent(written),
+        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows, **absent({name: dtype is not None for name, dtype in written.items()}),
         config=config, flops=16 * r * n, STAGES=config["num_stages"] or 1, grid=groups * parts,
-        out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype)] + [sums] * sum(written.values()),
+        out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype), *_sum_types(groups, parts, n, written)],
     )  # fmt: skip
     return dx, partial
 
@@ -226,12 +229,12 @@ def _long(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     groups, blocks = r // group_rows, cdiv(n, config["BLOCK_N"])
     parts, tiles = _parts(config, groups, group_rows, blocks)
     centred = arrays["mean_ptr"] is not None
-    sums, shares = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((groups, parts, n), (r, blocks)))
+    shares = jax.ShapeDtypeStruct((r, blocks), jnp.float32)
     *partial, sum_wx = launch(
         _sums_kernel, **arrays, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
-        **absent({**written, "sum_w": centred}), name=f"{launch.stage}_sums", config=config, flops=10 * r * n,
+        **absent({**{name: dtype is not None for name, dtype in written.items()}, "sum_w": centred}), name=f"{launch.stage}_sums", config=config, flops=10 * r * n,
         STAGES=config["num_stages"] or 1, grid=groups * parts * blocks,
-        out_type=[sums] * sum(written.values()) + [shares] * (1 + centred),
+        out_type=_sum_types(groups, parts, n, written) + [shares] * (1 + centred),
     )  # fmt: skip
     block = config["BLOCK_M"] * config["BLOCK_N"]
     (dx,) = launch(
@@ -240,6 +243,14 @@ def _long(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
         out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype)], flops=8 * r * n, grid=r * cdiv(n, block),
     )  # fmt: skip
     return dx, partial
+
+
+def _sum_types(groups: int, parts: int, n: int, written: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+    """Sums of parts are float32; what needs no second stage has its parameter's dtype at once."""
+    done = groups == parts == 1
+    return [
+        jax.ShapeDtypeStruct((groups, parts, n), dtype if done else jnp.float32) for dtype in written.values() if dtype is not None
+    ]
 
 
 def _totals(launch: Launch, partial, group_rows: int, rows, parameters, wanted) -> list:

@@ -28,14 +28,14 @@ def parameter(ptr, rows, cols, mask, n, inner, own, EACH: tl.constexpr):
     if EACH:
         p = tl.load(ptr + own_row(rows, inner, own)[:, None] * n + cols[None, :], mask=mask, other=0.0)
     else:
-        p = tl.load(ptr + cols, mask=cols < n, other=0.0)[None, :]
+        p = tl.load(ptr + cols, mask=cols < n, other=0.0, eviction_policy="evict_last")[None, :]
     return p.to(tl.float32)
 
 
 @triton.jit
-def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask):
+def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, EVICT: tl.constexpr):
     """A float32 tile of x; of x + residual as it is stored, where there is a residual."""
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if residual_ptr is not None:
         x = (x + tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + offsets, x, mask=mask)
@@ -66,7 +66,7 @@ def _forward_kernel(
         rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < r)[:, None] & (cols < n)[None, :]
         offsets = rows[:, None] * n + cols[None, :]
-        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask)
+        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, "evict_first")
         if CENTRED:
             mean = mean_of(tl.sum(x, 1), n)
             x = tl.where((cols < n)[None, :], x - mean[:, None], 0.0)
@@ -125,7 +125,7 @@ def _long_forward_kernel(
         squares = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + i * BLOCK_N + lanes
-            x = _input(x_ptr, residual_ptr, sum_ptr, base + cols, cols < last)
+            x = _input(x_ptr, residual_ptr, sum_ptr, base + cols, cols < last, "")
             if CENTRED:
                 step = tl.where(cols < last, x - means, 0.0)
                 means += step * (1.0 / tl.full((), i + 1, tl.float32))
@@ -166,13 +166,13 @@ def _long_forward_kernel(
             if residual_ptr is not None and STATISTICS:
                 x = tl.load(sum_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)
             else:
-                x = tl.load(x_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)
+                x = tl.load(x_ptr + base + cols, mask=cols < last, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = (x - mean) * rstd
             if scale_ptr is not None:
                 y = y * (tl.load(scale_ptr + scale_base + cols, mask=cols < last, other=0.0).to(tl.float32) + scale_offset)
             if bias_ptr is not None:
                 y = y + tl.load(bias_ptr + bias_base + cols, mask=cols < last, other=0.0).to(tl.float32)
-            tl.store(y_ptr + base + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last)
+            tl.store(y_ptr + base + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
 def absent(present: dict[str, bool]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _long_forward_kernel(
                 mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
                 x = tl.load(x_ptr + row * n + cols, mask=mask, other=-float("inf")).to(tl.float32)
                 y = result(x, mask, safe_top, total, OP)
-                tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last)
+                tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -240,7 +240,7 @@ def _long_backward_kernel(
             if OP != "logsumexp":
                 g = tl.load(g_ptr + row * n + cols, mask=mask, other=0.0).to(tl.float32)
             dx = gradient(a, g, top, log, weight, mask, OP)
-            tl.store(dx_ptr + row * n + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < last)
+            tl.store(dx_ptr + row * n + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
 def _absent(**present: bool) -> dict[str, Any]:

@@ -51,32 +51,39 @@ def _strided_forward_kernel(
     base = b * n * inner
     where_base = own_row(b, where_inner, where_own) * where_size
     columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    s = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, 1 if ONE_BLOCK else n, BLOCK_N):
-        offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
+    offsets, inside, offs_n, offs_i = _tile(i, 0, base, n, inner, BLOCK_M, BLOCK_N)
+    if ONE_BLOCK:
         mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
         x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
-        m_new = tl.maximum(m, tl.max(x, 0))
-        safe = finite(m_new, OP)
-        s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - safe[None, :]), 0)
-        m = m_new
-    safe = finite(m, OP)
+        m = tl.max(x, 0)
+        s = tl.sum(tl.exp(x - finite(m, OP)[None, :]), 0)
+    else:
+        m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        s = tl.zeros((BLOCK_M,), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
+            mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
+            x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+            m_new = tl.maximum(m, tl.max(x, 0))
+            safe = finite(m_new, OP)
+            s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - safe[None, :]), 0)
+            m = m_new
+    base_m = finite(m, OP)
     if OP == "logsumexp":
-        tl.store(y_ptr + b * inner + columns, (safe + tl.log(s)).to(y_ptr.dtype.element_ty), mask=columns < inner)
+        tl.store(y_ptr + b * inner + columns, (base_m + tl.log(s)).to(y_ptr.dtype.element_ty), mask=columns < inner)
     if top_ptr is not None:
-        tl.store(top_ptr + b * inner + columns, safe, mask=columns < inner)
+        tl.store(top_ptr + b * inner + columns, base_m, mask=columns < inner)
         tl.store(log_ptr + b * inner + columns, tl.log(s), mask=columns < inner)
     if OP != "logsumexp":
         if ONE_BLOCK:
-            y = result(x, mask, safe[None, :], s[None, :], OP)
+            y = result(x, mask, base_m[None, :], s[None, :], OP)
             tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
         else:
             for start in range(0, n, BLOCK_N):
                 offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
                 mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
                 x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
-                y = result(x, mask, safe[None, :], s[None, :], OP)
+                y = result(x, mask, base_m[None, :], s[None, :], OP)
                 tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
