@@ -216,7 +216,8 @@ def _rows(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     groups = r // group_rows
     parts, tiles = _parts(config, groups, group_rows)
     dx, *partial = launch(
-        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows, **absent({name: dtype is not None for name, dtype in written.items()}),
+        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
+        **absent(_asked(written)),
         config=config, flops=16 * r * n, STAGES=config["num_stages"] or 1, grid=groups * parts,
         out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype), *_sum_types(groups, parts, n, written)],
     )  # fmt: skip
@@ -232,7 +233,7 @@ def _long(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     shares = jax.ShapeDtypeStruct((r, blocks), jnp.float32)
     *partial, sum_wx = launch(
         _sums_kernel, **arrays, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
-        **absent({**{name: dtype is not None for name, dtype in written.items()}, "sum_w": centred}), name=f"{launch.stage}_sums", config=config, flops=10 * r * n,
+        **absent(_asked(written) | {"sum_w": centred}), name=f"{launch.stage}_sums", config=config, flops=10 * r * n,
         STAGES=config["num_stages"] or 1, grid=groups * parts * blocks,
         out_type=_sum_types(groups, parts, n, written) + [shares] * (1 + centred),
     )  # fmt: skip
@@ -243,6 +244,10 @@ def _long(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
         out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype)], flops=8 * r * n, grid=r * cdiv(n, block),
     )  # fmt: skip
     return dx, partial
+
+
+def _asked(written: dict[str, Any]) -> dict[str, bool]:
+    return {name: dtype is not None for name, dtype in written.items()}
 
 
 def _sum_types(groups: int, parts: int, n: int, written: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
