@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that are not there: what they take, how many there are, and that the text is the same everywhere.
 
-``python -m tests.kernels.test_lowering`` writes the snapshot of registers, spills and shared memory anew; with names of ops, theirs.
+``python -m tests.kernels.test_lowering`` writes the snapshot of registers, spills and shared memory anew; given ops, theirs.
 """
 
 import itertools

@@ -20,12 +20,15 @@ from jtops.kernels.softmax.config import rows_config
 
 @triton.jit
 def taking_part(where_ptr, base, cols, inside, WHERE_N: tl.constexpr):
-    """The mask of elements that are inside and that `where` lets take part; without WHERE_N it has one element a row."""
+    """The mask of elements that are inside and that `where` lets take part.
+
+    Without WHERE_N it has one element a row; `own_row` has kept these in bounds.
+    """
     if where_ptr is not None:
         if WHERE_N:
             inside = inside & (tl.load(where_ptr + base + cols, mask=inside, other=0) != 0)
         else:
-            inside = inside & (tl.load(where_ptr + base + tl.zeros_like(cols), mask=inside, other=0) != 0)
+            inside = inside & (tl.load(where_ptr + base) != 0)
     return inside
 
 

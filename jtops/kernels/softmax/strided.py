@@ -22,15 +22,18 @@ def _tile(i, first_n, base, n, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def _taking_part(where_ptr, base, offs_n, offs_i, inside, inner, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr):
+def _taking_part(where_ptr, base, offs_n, offs_i, inside, n, inner, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr):
     """The mask of elements that are inside and that `where`, which may have size 1 along either axis, lets take part."""
     if where_ptr is not None:
-        at = base + tl.zeros_like(offs_n + offs_i).to(tl.int64)
-        if WHERE_N:
-            at += offs_n.to(tl.int64) * (inner if WHERE_I else 1)
-        if WHERE_I:
-            at += offs_i
-        inside = inside & (tl.load(where_ptr + at, mask=inside, other=0) != 0)
+        if WHERE_N and WHERE_I:
+            where = tl.load(where_ptr + base + offs_n.to(tl.int64) * inner + offs_i, mask=inside, other=0)
+        elif WHERE_N:
+            where = tl.load(where_ptr + base + offs_n, mask=offs_n < n, other=0)
+        elif WHERE_I:
+            where = tl.load(where_ptr + base + offs_i, mask=offs_i < inner, other=0)
+        else:
+            where = tl.load(where_ptr + base)
+        inside = inside & (where != 0)
     return inside
 
 
@@ -53,7 +56,7 @@ def _strided_forward_kernel(
     columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
     offsets, inside, offs_n, offs_i = _tile(i, 0, base, n, inner, BLOCK_M, BLOCK_N)
     if ONE_BLOCK:
-        mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
+        mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
         x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
         m = tl.max(x, 0)
         s = tl.sum(tl.exp(x - finite(m, OP)[None, :]), 0)
@@ -62,7 +65,7 @@ def _strided_forward_kernel(
         s = tl.zeros((BLOCK_M,), tl.float32)
         for start in range(0, n, BLOCK_N):
             offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
-            mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
+            mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
             x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
             m_new = tl.maximum(m, tl.max(x, 0))
             safe = finite(m_new, OP)
@@ -81,7 +84,7 @@ def _strided_forward_kernel(
         else:
             for start in range(0, n, BLOCK_N):
                 offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
-                mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
+                mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
                 x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
                 y = result(x, mask, base_m[None, :], s[None, :], OP)
                 tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -108,7 +111,7 @@ def _strided_backward_kernel(
         weights = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in range(0, n, BLOCK_N):
             offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
-            mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
+            mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
             g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             if OP == "softmax":
                 y = tl.load(a_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -126,7 +129,7 @@ def _strided_backward_kernel(
         log = tl.load(log_ptr + b * inner + columns, mask=columns < inner, other=0.0)[None, :]
     for start in range(0, n, BLOCK_N):
         offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
-        mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, inner, WHERE_N, WHERE_I)
+        mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
         a = tl.load(a_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         g = 0.0
         if OP != "logsumexp":
