@@ -281,14 +281,48 @@ def test_no_lock_is_held_while_compiling(monkeypatch):
     assert errors == []
 
 
-def test_versions_are_checked():
-    """Case 48: a Triton too old for us is named at first use, a JAX too old at import."""
-    for script, said in (
-        (
-            "import triton; triton.__version__ = '3.1.0'; import jtops; jtops.triton_call(kernel=None, out_type=None, grid=1)",
-            "ImportError: jtops needs triton >= 3.6; found triton 3.1.0",
-        ),
+OLD_TRITON = """
+import sys, types
+sys.modules["triton"] = types.ModuleType("triton")
+sys.modules["triton"].__version__ = "3.1.0"
+import jax, jtops
+jtops.softmax(jax.numpy.ones(8), implementation="interpret")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (OLD_TRITON, "jtops needs triton >= 3.6; found triton 3.1.0"),
         ("import jax; jax.__version__ = '0.10.0'; import jtops", "jtops needs jax >= 0.11.2; found jax 0.10.0"),
-    ):
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        assert said in run.stderr
+        (
+            "import jax._src.callback as c; del c.emit_python_callback; import jtops",
+            "jtops works with jax 0.11.2 to 0.12; found jax",
+        ),
+    ],
+    ids=["old_triton", "old_jax", "other_jax"],
+)
+def test_versions_are_checked(script, says):
+    """Case 48: a Triton too old for us is named at first use, a JAX at import, whatever names they lack."""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert f"ImportError: {says}" in run.stderr
+
+
+@triton.jit
+def sums_kernel(x_ptr, n, o_ptr, BLOCK: tl.constexpr):
+    x_sum, xy_sum = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
+    i = tl.arange(0, BLOCK)[None, :]
+    for start in range(0, n, BLOCK):
+        x = tl.load(x_ptr + start + i, mask=start + i < n, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + n + start + i, mask=start + i < n, other=0.0).to(tl.float32)
+        x_sum += x
+        xy_sum += x * y
+    tl.store(o_ptr + tl.arange(0, 1), tl.sum(x_sum, 1) / tl.sum(xy_sum, 1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_of_many_numbers_a_thread(dtype):
+    """LLVM's vectorizer in Triton 3.9 ends the process on these."""
+    x, out = jax.ShapeDtypeStruct((2, 1 << 16), dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
+    sums = lambda x: jtops.triton_call(x, x.size // 2, kernel=sums_kernel, out_type=out, grid=1, BLOCK=2048)
+    assert lowered.launches(sums, x, target="sm_90") == {"sums_kernel": 1}
