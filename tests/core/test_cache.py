@@ -206,7 +206,10 @@ DAMAGES = {
     "seal cut": ("jtops.json", lambda b: b[:10]),
 }
 
+UNNOTICED = ("metadata changed", "code cut", "code empty", "code changed", "seal cut")  # Triton itself would use these, or fail
 
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Triton 3.9's, from a half-read entry
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_repaired(name, tmp_path, caplog):
     """Case 49: a damaged entry is made anew, with a word about it, and is whole for the next process."""
@@ -221,7 +224,7 @@ def test_damage_is_repaired(name, tmp_path, caplog):
         path.write_bytes(change(data))
     cache.clear()
     assert compiled(scaled).binary == binary
-    if name != "metadata missing":  # that one Triton notices by itself
+    if name in UNNOTICED:
         assert cache.statistics().damaged == 1
         assert "kernel scaled: its entry in Triton's disk cache is damaged" in caplog.text
     cache.clear()
@@ -245,8 +248,8 @@ def test_entries_that_triton_made(tmp_path):
 
 
 def test_a_wrong_option_is_no_damage(caplog):
-    with pytest.raises(jtops.errors.KernelCompileError, match="num_ctas > 1 requires"):
-        compiled(scaled, num_ctas=2, target="sm_80")
+    with pytest.raises(jtops.errors.KernelCompileError, match="ARCH"):
+        compiled(scaled, backend_options={"arch": "no such"})
     assert cache.statistics().damaged == 0
     assert "damaged" not in caplog.text
 
@@ -284,6 +287,7 @@ def results(started):
 
 @pytest.mark.spec("a second process starts with warm kernels")
 @pytest.mark.slow
+@pytest.mark.spec("a second process starts with warm kernels")
 def test_many_processes_and_one_empty_directory():
     """Cases 43 and 49: four start at once on nothing; a fifth finds everything."""
     found = results(workers(4))
