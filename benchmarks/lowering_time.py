@@ -125,7 +125,6 @@ def main() -> None:
             "train step, warm": measured("step", folder / "step"),
             f"{len(CONFIGS)} configs, one by one": measured("one by one", folder / "serial"),
             f"{len(CONFIGS)} configs, in threads": measured("in threads", folder / "parallel"),
-            f"{len(CONFIGS)} configs, warm": measured("in threads", folder / "parallel"),
         }
     about = machine.describe()
     path = machine.record_path("lowering-time", about)

@@ -78,14 +78,7 @@ def load_or_compile(source, target, options: dict[str, Any]):
     try:
         compiled = compat.compile_source(source, target, options)
         damage = None if runs or _intact(compiled) else "its checksum differs"
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OSError,
-        StopIteration,
-    ) as error:  # what reading truncated JSON or text raises
+    except _UNREADABLE as error:
         if runs:
             raise
         damage = str(error)

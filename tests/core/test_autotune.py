@@ -429,7 +429,7 @@ def test_hooks_see_the_call(gpu):
             called(kernel=kernel, interpret=True)
     kernel = triton.autotune(configs, key=[], restore_value=["x_ptr"], post_hook=lambda *_, **__: None)(plain)
     assert settled(functools.partial(called, kernel=kernel), X)[0]["BLOCK"] == 128
-    with pytest.raises(ValueError, match=r"names .*y_ptr"):  # some versions of Triton say it themselves
+    with pytest.raises(ValueError, match="y_ptr"):
         called(kernel=triton.autotune(configs, key=[], reset_to_zero=["y_ptr"])(plain))
 
 
