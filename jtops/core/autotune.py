@@ -66,7 +66,8 @@ def call(triton_call: Callable, args: tuple, kwargs: dict[str, Any], settings: d
     given = dict(settings["backend_options"] or {})
     if clash := [k for k in options if given.get(k, options[k]) != options[k]]:
         raise ValueError(f"triton_call: {clash[0]}={options[clash[0]]!r} but backend_options has {given[clash[0]]!r}.")
-    plan = Plan(settings["kernel"], args, kwargs, given | options, [leaf for _, leaf in _outputs(settings)])
+    filled = {stride for _, stride in getattr(settings["vmap_method"], "strides", ())}  # parameters that vmap sets
+    plan = Plan(settings["kernel"], args, kwargs, given | options, [leaf for _, leaf in _outputs(settings)], filled)
     bind = lambda candidate, **changes: _bound(triton_call, plan, candidate, settings | changes)
     interpret = settings["interpret"]
     interpret = config.implementation.value == "interpret" if interpret is None else interpret
@@ -77,13 +78,12 @@ def call(triton_call: Callable, args: tuple, kwargs: dict[str, Any], settings: d
 
 def _outputs(settings) -> list[tuple[int, Any]]:
     """Results that have a parameter of their own, with their numbers."""
-    shared = set((settings.get("input_output_aliases") or {}).values())
+    shared = set((settings["input_output_aliases"] or {}).values())
     return [(i, leaf) for i, leaf in enumerate(_leaves(settings)[0]) if i not in shared]
 
 
 def _leaves(settings) -> tuple[list, Any]:
-    kind = settings["out_type"] if settings["out_type"] is not None else settings.get("out_shape")
-    return jax.tree.flatten(kind, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
+    return jax.tree.flatten(settings["out_type"], is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
 
 
 def _bound(triton_call, plan: Plan, candidate: Candidate, settings) -> Callable:
@@ -178,7 +178,9 @@ class _Problem:
             errors[label] = error
         else:
             raise self._none_left(errors)
-        log.info("kernel %s: not tuned for %s: the first valid config (%s) is used.", self.kernel, self.target, label)
+        if self.target is not None:
+            level = logging.INFO if config.tuning.value == "never" else logging.WARNING
+            log.log(level, "kernel %s: not tuned for %s: the first valid config (%s) is used.", self.kernel, self.target, label)
         return self._decision(label, "first valid")
 
     def timed(self) -> Decision:

@@ -98,7 +98,7 @@ def is_array(value) -> bool:
 class Plan:
     """A call of a decorated kernel: the plain kernel, the arguments by name, and the candidates in the author's order."""
 
-    def __init__(self, kernel, args: tuple, kwargs: dict[str, Any], explicit: dict[str, Any], outs: list):
+    def __init__(self, kernel, args: tuple, kwargs: dict[str, Any], explicit: dict[str, Any], outs: list, filled: set[str]):
         layers = []
         while isinstance(kernel, compat.Autotuner | compat.Heuristics):
             layers.append(kernel)
@@ -114,7 +114,7 @@ class Plan:
         fits = len(args) <= len(slots) - len(outs)
         self.slots = slots if fits else names  # more values than that: tuned ones are given by position, too
         self.given = dict(zip(self.slots, args, strict=False)) | kwargs
-        free = [n for n, p in self.params.items() if n not in self.given and n not in tuned and not p.has_default]
+        free = [n for n, p in self.params.items() if n not in self.given and n not in tuned | filled and not p.has_default]
         self.outputs = dict(zip([n for n in free if not self.params[n].is_constexpr], outs, strict=False))
         defaults = {n: p.default for n, p in self.params.items() if p.has_default and n not in self.given}
         self.named = defaults | {n: getattr(v, "value", v) if _is_constexpr(v) else v for n, v in self.given.items()} | self.outputs
@@ -122,7 +122,10 @@ class Plan:
         for layer in layers:
             expand = self._configs if isinstance(layer, compat.Autotuner) else self._heuristics
             found = list(itertools.chain.from_iterable(expand(layer, c) for c in found))
-        self.candidates = list({c.label: c for c in reversed(found)}.values())[::-1]
+        first: dict[str, Candidate] = {}
+        for candidate in found:
+            first.setdefault(candidate.label, candidate)
+        self.candidates = list(first.values())
         self.args = args
         self.kwargs = {k: v for k, v in kwargs.items() if k in self.params or k not in self.read}
 

@@ -14,7 +14,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters.batching import primitive_batchers
 from jax.sharding import AxisType, NamedSharding
 
-from jtops.core import compat, partition
+from jtops.core import compat, notes, partition
 from jtops.core.types import Constexpr
 from jtops.errors import UnsupportedError
 
@@ -212,7 +212,10 @@ def _lower(ctx, *args, call):
     if compat.manual_axes(ctx) is None and compat.device_count(ctx) > 1:  # within XLA's partitioner an error loses its type
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in]
         platforms = ctx.platforms or ctx.module_context.platforms
-        jax.jit(partition.outside_mesh(call.local)).trace(*types).lower(lowering_platforms=tuple(platforms))
+        with notes.listening():  # the launches of the whole are nobody's
+            jax.jit(partition.outside_mesh(call.local)).trace(*types).lower(lowering_platforms=tuple(platforms))
+        if partition.is_automatic(ctx):
+            notes.add_partitioned(call.name, platforms[0])
     return partition.lower(ctx, *args, axes=call.axes(), name=call.name, local=call.local)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -265,7 +264,6 @@ def test_another_target_than_the_device_is_not_timed(gpu):
 
 
 def test_without_a_device_the_table_serves_the_architecture(gpu, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "jtops.tuning")
     assert settled(called, X)[0]["BLOCK"] == 128
     monkeypatch.setattr(target, "present", lambda: None)
     cache.clear()
@@ -431,7 +429,7 @@ def test_hooks_see_the_call(gpu):
             called(kernel=kernel, interpret=True)
     kernel = triton.autotune(configs, key=[], restore_value=["x_ptr"], post_hook=lambda *_, **__: None)(plain)
     assert settled(functools.partial(called, kernel=kernel), X)[0]["BLOCK"] == 128
-    with pytest.raises(ValueError, match="names 'y_ptr', no parameter"):
+    with pytest.raises(ValueError, match=r"names .*y_ptr"):  # some versions of Triton say it themselves
         called(kernel=triton.autotune(configs, key=[], reset_to_zero=["y_ptr"])(plain))
 
 
@@ -510,6 +508,27 @@ def test_trials_in_place(gpu):
         assert "triton_kernel_call_ffi" in lowered.text(through_a_ref, X)
     assert len(gpu.timed) == 2
     np.testing.assert_array_equal(X, jnp.arange(4096.0))
+
+
+@triton.jit
+def batched(x_ptr, x_batch, o_ptr, o_batch, n, BLOCK: tl.constexpr):
+    i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    tl.store(o_ptr + b * o_batch + i, tl.load(x_ptr + b * x_batch + i, mask=i < n) + 1, mask=i < n)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_under_vmap_and_over_shards(interpret):
+    """The config is settled for one call, whatever is mapped over it; a sharding rule gives each device its own call."""
+    kernel = triton.autotune(configs, key=["n"], reset_to_zero=["o_ptr"])(batched)
+    method = jtops.GridBatch(axis=1, strides={"x_ptr": "x_batch", "o_ptr": "o_batch"})
+    f = lambda x: called(x, kernel, vmap_method=method, interpret=interpret)
+    x = jnp.arange(600.0).reshape(3, 200)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(x), x + 1)
+    np.testing.assert_array_equal(jax.vmap(lambda x: called(x, vmap_method="sequential", interpret=interpret))(x), x * 2)
+    rule = jtops.ShardingRule("r -> r", split="r")
+    grid = lambda meta: triton.cdiv(meta["r"], meta["BLOCK"])
+    g = lambda x: called(x, n=lambda axes: axes["r"], sharding_rule=rule, interpret=interpret, grid=grid)
+    np.testing.assert_array_equal(jax.jit(g)(x.reshape(600)), x.reshape(600) * 2)
 
 
 @triton.jit

@@ -207,6 +207,8 @@ DAMAGES = {
 }
 
 
+# Of what cannot be read Triton leaves an object without the attributes that its end asks for.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <function CompiledKernel:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_repaired(name, tmp_path, caplog):
     """Case 49: a damaged entry is made anew, with a word about it, and is whole for the next process."""
@@ -221,9 +223,10 @@ def test_damage_is_repaired(name, tmp_path, caplog):
         path.write_bytes(change(data))
     cache.clear()
     assert compiled(scaled).binary == binary
-    if name != "metadata missing":  # that one Triton notices by itself
-        assert cache.statistics().damaged == 1
-        assert "kernel scaled: its entry in Triton's disk cache is damaged" in caplog.text
+    assert cache.statistics().compiled == 1
+    noticed = "kernel scaled: its entry in Triton's disk cache is damaged" in caplog.text
+    assert noticed == (cache.statistics().damaged == 1)
+    assert noticed or "missing" in name or name.startswith("group")  # some of which Triton notices by itself, later versions more
     cache.clear()
     assert compiled(scaled).binary == binary
     assert counts() == (0, 0, 1, 0)
@@ -245,8 +248,8 @@ def test_entries_that_triton_made(tmp_path):
 
 
 def test_a_wrong_option_is_no_damage(caplog):
-    with pytest.raises(jtops.errors.KernelCompileError, match="num_ctas > 1 requires"):
-        compiled(scaled, num_ctas=2, target="sm_80")
+    with pytest.raises(jtops.errors.KernelCompileError, match="OVERRIDE_ARCH must have the form"):
+        compiled(scaled, backend_options={"arch": "fast"})
     assert cache.statistics().damaged == 0
     assert "damaged" not in caplog.text
 

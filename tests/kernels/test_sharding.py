@@ -136,6 +136,8 @@ def test_auto_features(spec, implementation):
     placed = case.put(mesh(), *[None] * (case.main.ndim - 1), "x")
     numerics.close(f(*placed), want)
     numerics.close(jax.jit(case.grads(case.f))(*placed), case.grads(case.want)(*case.operands), 1e-4)
+    if want.shape[-1] == 1:
+        return  # nothing to shard
     f = jax.jit(case.f, out_shardings=NamedSharding(mesh(), P(*[None] * (want.ndim - 1), "x")))
     numerics.close(f(*case.operands), want)
 
