@@ -152,6 +152,19 @@ def test_only_whole_axes_are_gathered(name, gathers, implementation):
 
 
 @everywhere
+def test_axes_after_a_reduced_one_stay_sharded(implementation):
+    for op in (jtops.softmax, jtops.logsumexp):
+        f = lambda x, op=op, **kw: op(x, 1, **kw)
+        for axes in (("x",), (None, None, "x")):
+            x, g = put(X, mesh(), *axes), jax.jit(lambda x, f=f: f(x, implementation=implementation))
+            numerics.close(g(x), f(X))
+            assert collectives(g, x) == {}
+            m = mesh(AxisType.Explicit)
+            with jax.set_mesh(m):
+                numerics.close(g(put(X, m, *axes)), f(X))
+
+
+@everywhere
 @some_ops
 def test_auto_awkward(spec, implementation):
     """Inconsistent operands, sharded parameters, two mesh axes, rows that the mesh does not divide."""

@@ -53,6 +53,12 @@ class Config:
         return f"Config({', '.join(f'{k}={v}' for k, v in self._items if v is not None)})"
 
 
+def stages_that_fit(target: Target, stages: int, nbytes: int) -> int:
+    """So many stages, or as many as the target's shared memory holds, where each but one has `nbytes` on their way."""
+    spare = 8192  # for reductions
+    return max(1, min(stages, 1 + (target.max_shared_bytes - spare) // nbytes))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
     """How an operand's batch rows serve the rows of a call: row b of the call reads the operand's row ``b // inner % own``.

@@ -195,7 +195,7 @@ def backward(launch: Launch, operands, saved, cotangents):
     parameters = operands[2 if adds else 1 :]
     written = {"dscale": None, "dbias": None}
     written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
-    config = launch.config or backward_config(r, n, x.dtype.itemsize, sum(wanted))
+    config = launch.config or backward_config(launch.target, r, n, x.dtype.itemsize, 2 if dsum is None else 3)
     numbers["backend_options"] = _backend_options(launch, config)
     run = _rows if n <= config["BLOCK_N"] else _long
     dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)

@@ -196,7 +196,7 @@ def forward(launch: Launch, x, *others):
     x = launch.rows[0].full(x)
     r, n = x.shape
     centred = launch.op.endswith("layer_norm")
-    config = launch.config or forward_config(r, n, x.dtype.itemsize)
+    config = launch.config or forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if adds:
         results["sum"] = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, residual.dtype))

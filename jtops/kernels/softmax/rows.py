@@ -99,11 +99,12 @@ def _long_forward_kernel(
     x_ptr, where_ptr, maxima_ptr, sums_ptr, y_ptr, top_ptr, log_ptr, part_maxima_ptr, part_sums_ptr,
     n, splits, per_split, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr, AXIS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
 
-    Loop invariant of the first pass: a thread's vectors so far have maximum m and sum s of exp(x - m); threads meet only after it.
+    Loop invariant of the first pass: what a thread has read so far has maximum m and sum s of exp(x - m); threads meet only after
+    it. VECTOR elements of a thread are neighbours (AXIS 1), or, where rows are not aligned for that, neighbours of other threads'.
     The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -113,7 +114,10 @@ def _long_forward_kernel(
     last = tl.minimum(first + per_split, n)
     blocks = tl.cdiv(last - first, BLOCK_N)
     where_base = own_row(row, where_inner, where_own) * (n if WHERE_N else 1)
-    lanes = tl.arange(0, BLOCK_N // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    if AXIS == 1:
+        lanes = tl.arange(0, BLOCK_N // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    else:
+        lanes = tl.arange(0, VECTOR)[:, None] * (BLOCK_N // VECTOR) + tl.arange(0, BLOCK_N // VECTOR)[None, :]
     if STATISTICS:
         m = tl.full((BLOCK_N // VECTOR,), -float("inf"), tl.float32)
         s = tl.zeros((BLOCK_N // VECTOR,), tl.float32)
@@ -121,9 +125,9 @@ def _long_forward_kernel(
             cols = first + i * BLOCK_N + lanes
             mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
             x = tl.load(x_ptr + row * n + cols, mask=mask, other=-float("inf")).to(tl.float32)
-            m_new = tl.maximum(m, tl.max(x, 1))
+            m_new = tl.maximum(m, tl.max(x, AXIS))
             safe = finite(m_new, OP)
-            s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - safe[:, None]), 1)
+            s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - tl.expand_dims(safe, AXIS)), AXIS)
             m = m_new
     else:
         parts = tl.arange(0, SPLITS)
@@ -283,13 +287,14 @@ def _split(config: Config, r: int, n: int) -> dict[str, Any]:
 def forward(launch: Launch, x, where, keeps: bool):
     """x [r, n] -> the result; and if it `keeps` them, the maxima and the logarithms of the sums."""
     r, n = x.shape
-    config = launch.config or rows_config(r, n, x.dtype.itemsize, 1)
+    config = launch.config or rows_config(launch.target, r, n, x.dtype.itemsize, 1)
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
     results = [jax.ShapeDtypeStruct((r,) if launch.op == "logsumexp" else (r, n), x.dtype)]
     results += [jax.ShapeDtypeStruct((r,), jnp.float32)] * (2 * keeps)
     if n <= config["BLOCK_N"]:
         return launch(_forward_kernel, x, **shared, **_absent(top=keeps, log=keeps), **_tiles(config, r), out_type=results)
     shared |= {**_split(config, r, n), "VECTOR": min(16 // x.dtype.itemsize, config["BLOCK_N"])}
+    shared["AXIS"] = int(n * x.dtype.itemsize % 16 == 0)
     late = shared | _absent(top=keeps, log=keeps, part_maxima=False, part_sums=False) | {"out_type": results}
     if shared["splits"] == 1:
         return launch(_long_forward_kernel, x, **late, maxima_ptr=None, sums_ptr=None, STATISTICS=True, APPLY=True)
@@ -304,7 +309,7 @@ def forward(launch: Launch, x, where, keeps: bool):
 def backward(launch: Launch, a, g, top, log, where):
     """a [r, n] and g, of its shape or [r] -> dx."""
     r, n = a.shape
-    config = launch.config or rows_config(r, n, a.dtype.itemsize, 2)
+    config = launch.config or rows_config(launch.target, r, n, a.dtype.itemsize, 2)
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
     out = jax.ShapeDtypeStruct((r, n), a.dtype)
     if n <= config["BLOCK_N"]:
