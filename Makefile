@@ -30,7 +30,7 @@ test-all: lint  ## the same and what takes long
 	$(PY) -m pytest -n $(WORKERS) -p no:benchmark --slow
 
 test-matrix:  ## what depends on jax and triton, with the oldest and newest of both; makes environments under .venvs (7 GB)
-	@WORKERS=$(WORKERS) ./scripts/test_matrix
+	@JAX='$(JAX)' TRITON='$(TRITON)' WORKERS=$(WORKERS) ./scripts/test_matrix
 
 test-gpu: $(READY)  ## what only a GPU can show; writes a record under benchmarks/results
 	$(PY) -m benchmarks.gpu_tests

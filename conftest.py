@@ -3,6 +3,7 @@
 ``pytest``                 everything a machine without a GPU can show, on CPU with 8 forced devices
 ``pytest --slow``          the same and what takes long (``make test-all``)
 ``pytest --gpu``           only the tests marked ``gpu``, on the GPU; with two or more GPUs those marked ``multigpu`` as well
+``pytest --launch ptx``    with every launch by that path (``jtops.config.launch``)
 ``pytest --benchmark``     only benchmarks/, on the GPU
 """
 
@@ -14,6 +15,7 @@ import pytest
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="only the tests marked gpu, and multigpu where there are two GPUs")
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--launch", choices=["ffi", "ptx"], help="the launch path of every kernel")
     parser.addoption("--benchmark", action="store_true", help="only the benchmarks")
 
 
@@ -31,6 +33,8 @@ def pytest_configure(config):
     for name in [k for k in os.environ if k.startswith("JTOPS_")]:  # a developer's settings must not change what is tested
         del os.environ[name]
     os.environ["JTOPS_TUNING_DIR"] = str(config.rootpath / ".pytest_cache" / "tuning")
+    if config.getoption("--launch"):
+        os.environ["JTOPS_LAUNCH"] = config.getoption("--launch")
 
 
 def pytest_ignore_collect(collection_path, config):

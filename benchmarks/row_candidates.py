@@ -1,7 +1,7 @@
 """Times candidate Configs of the row ops on this GPU: ``python -m benchmarks.row_candidates RESULT.json [seconds]``.
 
-Prints, per op, way and shape, the best candidates and their share of a copy of as many bytes; the JSON has all. What does not fit in
-the given time (150 s) is left out, from the end of the list.
+Prints, per op, way and shape, the best candidates and their share of a copy of as many bytes; the JSON has all. What does not fit
+in the given time (150 s) is left out, from the end of the list.
 """
 
 import dataclasses
@@ -60,63 +60,145 @@ class Run:
         return (3 if self.backward else 2) * x + (2 if self.backward else 1) * sum(p)
 
 
-def tiles(n, candidates):
-    """Of (elements of a tile, PROGRAMS, elements of a thread, stages) those that hold a row of n."""
-    return [(max(1, e // n), n, p, max(1, min(32, e // 32 // per)), s) for e, p, per, s in candidates if e >= n]
-
-
-def norm_forward(n):
-    if n <= 8192:
-        return tiles(n, [(4096, INF, 8, 1), (4096, INF, 16, 1), (4096, INF, 32, 1), (8192, INF, 16, 1), (8192, INF, 32, 1),
-                         (4096, 512, 16, 3), (8192, 256, 16, 3)])  # fmt: skip
-    long = [(1, b, INF if n < 65536 else 1024, w, s) for b, w, s in [(4096, 8, 1), (8192, 8, 1), (4096, 8, 3), (8192, 16, 3)]]
-    held = {16384: [(INF, 16, 1), (INF, 32, 1), (256, 16, 2), (128, 16, 3)], 32768: [(INF, 32, 1), (128, 32, 2)]}
-    return long + [(1, n, p, w, s) for p, w, s in held.get(n, [])]
-
-
-def norm_backward(n):
-    if n <= 8192:
-        return tiles(n, [(4096, 256, 16, 3), (4096, 256, 16, 2), (4096, 256, 32, 3), (8192, 128, 16, 3), (2048, 512, 16, 3),
-                         (4096, 512, 16, 1)])  # fmt: skip
-    split = [(4, 2048, 512, 8, 1), (2, 2048, 512, 8, 3), (2, 2048, 1024, 8, 1), (4, 1024, 512, 4, 3), (1, 4096, 512, 8, 3)]
-    return split + ([(1, n, 128, 16, 2), (1, n, 128, 32, 2)] if n == 16384 else [])
-
-
-def softmax(n, backward):
-    if n <= 8192:
-        return tiles(n, [(4096, INF, 8, 1), (4096, INF, 16, 1), (4096, INF, 32, 1), (8192, INF, 32, 1), (4096, 512, 16, 3)])
-    long = [(1, b, INF if n < 65536 else 1024, w, s) for b, w, s in [(4096, 8, 1), (8192, 8, 1), (4096, 8, 3), (8192, 16, 3)]]
-    held = {16384: [(INF, 16, 1), (INF, 32, 1), (256, 16, 2), (128, 16, 3)], 32768: [(INF, 32, 1), (128, 32, 3), (128, 32, 2)]}
-    return long + [(1, n, p, w, s) for p, w, s in held.get(n, [])]
-
-
-def candidates(op, backward, n):
-    return softmax(n, backward) if op == "softmax" else norm_backward(n) if backward else norm_forward(n)
+W = {  # (op, backward, r, n, dtype): candidates
+    ("layer_norm", True, 8192, 4096, BF16): [
+        (1, 4096, 256, 4, 4),
+        (1, 4096, 256, 4, 5),
+        (1, 4096, 256, 8, 4),
+        (1, 4096, 128, 4, 5),
+        (1, 4096, 128, 8, 5),
+    ],
+    ("layer_norm", True, 65536, 256, BF16): [
+        (16, 256, 256, 4, 4),
+        (16, 256, 256, 4, 5),
+        (8, 256, 512, 2, 4),
+        (8, 256, 1024, 2, 3),
+        (16, 256, 512, 4, 3),
+        (32, 256, 256, 8, 3),
+    ],
+    ("layer_norm", True, 8192, 1024, BF16): [
+        (4, 1024, 256, 4, 4),
+        (2, 1024, 256, 2, 4),
+        (2, 1024, 512, 2, 4),
+        (1, 1024, 512, 1, 5),
+    ],
+    ("layer_norm", False, 8192, 8192, BF16): [
+        (2, 8192, 128, 16, 3),
+        (2, 8192, INF, 16, 1),
+        (1, 8192, INF, 8, 1),
+        (1, 8192, INF, 4, 1),
+        (1, 8192, 128, 8, 5),
+        (1, 8192, 256, 8, 3),
+        (1, 8192, 128, 16, 4),
+    ],
+    ("layer_norm", False, 8192, 4096, BF16): [
+        (1, 4096, INF, 4, 1),
+        (2, 4096, INF, 8, 1),
+        (4, 4096, INF, 16, 1),
+        (1, 4096, 256, 8, 5),
+        (1, 4096, 512, 4, 3),
+    ],
+    ("layer_norm", False, 8192, 5120, BF16): [
+        (2, 8192, 128, 16, 3),
+        (1, 8192, INF, 8, 1),
+        (1, 8192, INF, 4, 1),
+        (1, 8192, 256, 8, 3),
+    ],
+    ("layer_norm", True, 8192, 5120, BF16): [(1, 8192, 128, 16, 4), (1, 8192, 128, 8, 3)],
+    ("softmax", False, 8192, 5120, BF16): [
+        (1, 8192, INF, 4, 1),
+        (1, 8192, INF, 16, 1),
+        (2, 8192, INF, 16, 1),
+        (1, 8192, 256, 8, 3),
+        (1, 8192, 512, 8, 3),
+    ],
+    ("softmax", True, 8192, 5120, BF16): [(1, 8192, INF, 4, 1), (1, 8192, INF, 16, 1), (1, 8192, 256, 8, 3), (1, 8192, 128, 16, 4)],
+    ("layer_norm", False, 8192, 16384, BF16): [(1, 16384, 128, 16, 4), (1, 16384, INF, 16, 1)],
+    ("layer_norm", False, 8192, 32768, BF16): [
+        (1, 8192, 1024, 32, 3),
+        (1, 16384, 1024, 32, 3),
+        (1, 16384, 1024, 32, 1),
+        (1, 32768, INF, 32, 1),
+    ],
+    ("layer_norm", True, 8192, 16384, BF16): [
+        (1, 16384, 128, 32, 2),
+        (1, 8192, 512, 16, 3),
+        (2, 4096, 512, 8, 3),
+        (1, 4096, 256, 8, 4),
+    ],
+    ("rms_norm", True, 8192, 16384, BF16): [(1, 16384, 128, 32, 2)],
+    ("layer_norm", False, 64, 131072, BF16): [
+        (1, 4096, 256, 8, 1),
+        (1, 4096, 256, 8, 3),
+        (1, 8192, 256, 8, 3),
+        (1, 2048, 512, 4, 1),
+        (1, 4096, 384, 4, 1),
+        (1, 8192, 128, 16, 3),
+    ],
+    ("layer_norm", True, 64, 131072, BF16): [
+        (4, 512, 256, 4, 3),
+        (8, 512, 256, 4, 3),
+        (4, 1024, 256, 4, 3),
+        (2, 1024, 128, 4, 5),
+        (8, 256, 512, 4, 3),
+    ],
+    ("softmax", False, 64, 131072, BF16): [
+        (1, 4096, 256, 8, 1),
+        (1, 4096, 256, 8, 3),
+        (1, 8192, 256, 8, 3),
+        (1, 4096, 512, 8, 1),
+        (1, 8192, 128, 16, 3),
+    ],
+    ("softmax", True, 64, 131072, BF16): [(1, 4096, 256, 8, 1), (1, 4096, 256, 8, 3), (1, 4096, 512, 8, 1), (1, 8192, 128, 16, 3)],
+    ("layer_norm", False, 2048, 131072, BF16): [
+        (1, 16384, 1024, 32, 3),
+        (1, 16384, 1024, 32, 1),
+        (1, 32768, 1024, 32, 1),
+        (1, 8192, 1024, 32, 4),
+        (1, 8192, 1024, 32, 1),
+    ],
+    ("softmax", False, 2048, 131072, BF16): [
+        (1, 16384, 1024, 32, 3),
+        (1, 16384, 1024, 32, 1),
+        (1, 32768, 1024, 32, 1),
+        (1, 32768, 1024, 32, 3),
+        (1, 8192, 1024, 32, 4),
+    ],
+    ("softmax", True, 2048, 131072, BF16): [
+        (1, 8192, 1024, 32, 3),
+        (1, 16384, 1024, 32, 1),
+        (1, 32768, 1024, 32, 1),
+        (1, 16384, 1024, 32, 3),
+    ],
+    ("softmax", False, 4096, 65536, BF16): [
+        (1, 65536, INF, 32, 1),
+        (1, 16384, 1024, 32, 3),
+        (1, 16384, 1024, 32, 1),
+        (1, 32768, 1024, 32, 1),
+    ],
+    ("softmax", True, 4096, 65536, BF16): [(1, 16384, 1024, 32, 3), (1, 16384, 1024, 32, 1)],
+    ("softmax", True, 8192, 32768, BF16): [
+        (1, 32768, INF, 32, 1),
+        (1, 16384, 1024, 32, 3),
+        (1, 8192, 1024, 32, 3),
+        (1, 8192, 1024, 16, 3),
+    ],
+    ("layer_norm", False, 4096, 65536, BF16): [(1, 16384, 1024, 32, 3), (1, 16384, 1024, 32, 1), (1, 65536, INF, 32, 1)],
+}
 
 
 def runs():
-    for op, backward, r, n, dtype in [
-        *(("layer_norm", b, r, n, BF16) for b in (True, False) for r, n in [(65536, 256), (8192, 4096)]),
-        *((op, b, r, n, BF16) for r, n in [(64, 131072), (8192, 8192)] for op in ("layer_norm", "softmax") for b in (True, False)),
-        *((op, b, 8192, 16384, BF16) for op in ("layer_norm", "softmax") for b in (True, False)),
-        *(("softmax", b, r, n, BF16) for b in (True, False) for r, n in [(65536, 256), (8192, 4096), (8192, 32768)]),
-        ("layer_norm", True, 8192, 1024, BF16),
-        ("layer_norm", True, 8192, 4096, F32),
-        ("layer_norm", False, 8192, 4096, F32),
-        ("rms_norm", True, 8192, 4096, BF16),
-        ("rms_norm", True, 8192, 16384, BF16),
-        ("layer_norm", False, 8192, 32768, BF16),
-        ("layer_norm", True, 65536, 256, F32),
-        ("layer_norm", True, 32, 4096, BF16),
-        ("layer_norm", False, 32, 4096, BF16),
-        *((op, b, 2048, 131072, BF16) for op in ("layer_norm", "softmax") for b in (False, True)),
-    ]:
-        for c in [None, *candidates(op, backward, n)]:
+    for (op, backward, r, n, dtype), configs in W.items():
+        for c in [None, *configs]:
             yield Run(op, backward, r, n, dtype, c)
-    for op in ("layer_norm", "softmax"):
-        for r, n in [(8192, 1024), (8192, 2048), (8192, 1000), (8192, 5120), (1024, 50257), (4096, 65536)]:
+    for op in ("layer_norm", "softmax", "rms_norm"):
+        for r, n in [(131072, 64), (262144, 256), (8192, 1000), (8192, 2048), (8192, 3072), (32, 4096), (8192, 32768)]:
             for backward in (False, True):
                 yield Run(op, backward, r, n, BF16, None)
+    for backward in (False, True):
+        yield Run("layer_norm", backward, 8192, 4096, F32, None)
+        yield Run("rms_norm", backward, 8192, 4096, BF16, None)
+        yield Run("softmax", backward, 1024, 50257, BF16, None)
 
 
 def warm(run):

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness, machine
 from benchmarks.peers import PEERS
-from tests.specs import SPECS, function
+from tests.specs import SPECS, results
 
 OTHERS = sorted({name for peers in PEERS.values() for name in peers})
 CASES = [(spec, case) for spec in SPECS.values() for case in spec.compiled]
@@ -37,7 +37,7 @@ def operands(spec, case, dtype, seed):
 
 
 def with_gradients(f):
-    """The value, and the gradients of all floating operands for a cotangent that is given last."""
+    """The value, and the gradients of all floating operands for cotangents of all results, which are given last."""
 
     def g(*args):
         operands, cotangent = args[:-1], args[-1]
@@ -67,13 +67,13 @@ def disagreement(got, want):
 def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
     """All implementations of a case, timed together once; the tests replay it."""
     spec, case = next((s, c) for s, c in CASES if (s.name, c.id) == (spec_name, case_id))
-    forward = {name: function(spec, case, implementation=i) for name, i in (("jtops", "triton"), ("xla", "xla"))}
+    forward = {name: results(spec, case, implementation=i) for name, i in (("jtops", "triton"), ("xla", "xla"))}
     given = operands(spec, case, dtype, 0)
     for name, peer in PEERS.get(spec_name, {}).items():
         if (f := peer(*given, **case.options)) is not None:
             forward[name] = f
     out = jax.eval_shape(forward["xla"], *given)
-    result = np.broadcast_to(np.zeros((), out.dtype), out.shape)  # has nbytes, takes no memory
+    result = jax.tree.map(lambda t: np.broadcast_to(np.zeros((), t.dtype), t.shape), out)  # has nbytes, takes no memory
     moved = spec.forward_bytes(result, *given)
     flops = spec.forward_flops and spec.forward_flops(case.options, *given)
     make, fs = functools.partial(operands, spec, case, dtype), forward
@@ -83,7 +83,7 @@ def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
         fs = {name: with_gradients(f) for name, f in forward.items()}
         make = lambda seed: (
             *operands(spec, case, dtype, seed),
-            jax.random.normal(jax.random.key(1000 + seed), out.shape, out.dtype),
+            jax.tree.map(lambda t: jax.random.normal(jax.random.key(1000 + seed), t.shape, t.dtype), out),
         )
     want = jax.jit(fs["xla"])(*make(0))
     for name in fs:

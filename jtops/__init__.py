@@ -15,7 +15,7 @@ from jtops.kernels.add import add
 from jtops.kernels.flash_attention import flash_attention
 from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from jtops.kernels.softmax import softmax
+from jtops.kernels.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
     "Config",
@@ -32,6 +32,8 @@ __all__ = [
     "explain",
     "flash_attention",
     "layer_norm",
+    "log_softmax",
+    "logsumexp",
     "matmul",
     "next_power_of_2",
     "rms_norm",

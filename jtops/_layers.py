@@ -1,8 +1,10 @@
 """What `jtops.linen` and `jtops.nnx` share: which calls of Flax's layers the ops serve, and as which calls of ops. No Flax here."""
 
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,6 +14,17 @@ from jax import lax
 from jtops.kernels._lib.checks import KERNEL_FLOATS
 from jtops.kernels.flash_attention import flash_attention
 from jtops.kernels.matmul import matmul
+
+
+def of_flax(flax: ModuleType, name: str, module: str) -> Any:
+    """What `module`, which stands in for `flax`, does not define: that module's attribute or, as ``from ... import``, submodule."""
+    if not name.startswith("_"):  # those make a module this module
+        try:
+            return getattr(flax, name)
+        except AttributeError:
+            if importlib.util.find_spec(submodule := f"{flax.__name__}.{name}"):
+                return importlib.import_module(submodule)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}, nor has {flax.__name__!r}")
 
 
 def _last(axes: Any, ndim: int) -> bool:

@@ -25,7 +25,7 @@ try:
     import flax.linen as nn
     from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f'jtops.linen needs Flax: pip install "jtops[flax]". ({error})', name=error.name) from error
+    raise ModuleNotFoundError(f'jtops.linen needs Flax 0.12: pip install "flax==0.12.*". ({error})', name=error.name) from error
 
 from jtops import _layers
 from jtops._layers import dot_general
@@ -47,9 +47,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Everything else is Flax's, so that this module stands in for ``flax.linen``."""
-    if name.startswith("_"):  # what makes a module this module
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(nn, name)
+    return _layers.of_flax(nn, name, __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(nn)})
 
 
 def _flax(layer: type[nn.Module]) -> Callable:

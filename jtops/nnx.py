@@ -24,7 +24,7 @@ try:
     from flax import nnx
     from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f'jtops.nnx needs Flax: pip install "jtops[flax]". ({error})', name=error.name) from error
+    raise ModuleNotFoundError(f'jtops.nnx needs Flax 0.12: pip install "flax==0.12.*". ({error})', name=error.name) from error
 
 from jtops import _layers
 from jtops._layers import dot_general
@@ -45,9 +45,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Everything else is Flax's, so that this module stands in for ``flax.nnx``."""
-    if name.startswith("_"):  # what makes a module this module
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(nnx, name)
+    return _layers.of_flax(nnx, name, __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(nnx)})
 
 
 def _signature_of[F: Callable](layer: Any) -> Callable[[F], F]:

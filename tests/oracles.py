@@ -37,6 +37,31 @@ def softmax_vjp(x, where=None, *, g, axis=-1):
     return y * (g - (y * g).sum(axis, keepdims=True)), None
 
 
+def logsumexp(a, where=None, *, axis=None, keepdims=False):
+    where = np.broadcast_to(True if where is None else where, a.shape)
+    axis = tuple(range(a.ndim)) if axis is None else axis
+    top = np.where(where, a, -np.inf).max(axis, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        y = top + np.log(np.where(where, np.exp(np.where(where, a - top, 0.0)), 0.0).sum(axis, keepdims=True))
+    y = np.where(where.any(axis, keepdims=True), y, -np.inf)
+    return y if keepdims else y.squeeze(axis)
+
+
+def logsumexp_vjp(a, where=None, *, g, axis=None, keepdims=False):
+    axis = tuple(range(a.ndim)) if axis is None else axis
+    return softmax(a, where, axis=axis) * (g if keepdims else np.expand_dims(g, axis)), None
+
+
+def log_softmax(x, where=None, *, axis=-1):
+    y = x - logsumexp(x, where, axis=axis, keepdims=True)
+    return y if where is None else np.where(where, y, -np.inf)
+
+
+def log_softmax_vjp(x, where=None, *, g, axis=-1):
+    g = g if where is None else np.where(where, g, 0.0)
+    return g - softmax(x, where, axis=axis) * g.sum(axis, keepdims=True), None
+
+
 def layer_norm(x, scale=None, bias=None, *, epsilon=1e-6, scale_offset=0.0):
     centred = x - x.mean(-1, keepdims=True)
     y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)

@@ -33,7 +33,7 @@ def in_parts(at_once):
     return [pytest.param(s, id=name, marks=() if name in at_once else pytest.mark.slow) for name, s in SPECS.items()]
 
 
-ALIKE = ("rms_norm", "add_rms_norm")  # run layer_norm's kernels
+ALIKE = ("rms_norm", "add_rms_norm", "log_softmax")  # run the kernels of layer_norm, add_layer_norm and softmax
 every_op = pytest.mark.parametrize("spec", in_parts([name for name in SPECS if name not in ALIKE]))
 some_ops = pytest.mark.parametrize("spec", in_parts(MODELS))
 CASES = [(spec, case) for spec in SPECS.values() if spec is not None for case in spec.cases]

@@ -443,7 +443,7 @@ def test_dot_general(lhs, rhs, numbers, served):
 def test_without_flax(name, monkeypatch):
     monkeypatch.delitem(sys.modules, f"jtops.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "flax", None)
-    with pytest.raises(ModuleNotFoundError, match=rf'jtops\.{name} needs Flax: pip install "jtops\[flax\]"'):
+    with pytest.raises(ModuleNotFoundError, match=rf'jtops\.{name} needs Flax 0\.12: pip install "flax==0\.12\.\*"'):
         importlib.import_module(f"jtops.{name}")
 
 
@@ -451,6 +451,14 @@ def test_stands_in_for_flax():
     """import jtops.linen as nn: all else is there as well, and is Flax's own; but it is no package."""
     assert jnn.Module is nn.Module
     assert jnn.make_causal_mask is nn.make_causal_mask
+    assert {*dir(nn), "causal_attention"} <= {*dir(jnn)}
     for name in ("__path__", "_private", "no_such_layer"):
-        with pytest.raises(AttributeError, match=name):
+        with pytest.raises(AttributeError, match=f"'jtops.linen' has no attribute '{name}', nor has 'flax.linen'"):
             getattr(jnn, name)
+
+
+def test_submodules_are_flaxs(monkeypatch):
+    """flax.linen does not import all of its submodules: from jtops.linen import partitioning is to do so."""
+    monkeypatch.delattr(nn, "partitioning", raising=False)
+    monkeypatch.delitem(sys.modules, "flax.linen.partitioning", raising=False)
+    assert jnn.partitioning.__name__ == "flax.linen.partitioning"

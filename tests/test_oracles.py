@@ -20,5 +20,7 @@ def test_vjp_is_the_derivative(spec, case):
         assert grads[i].shape == x.shape
         direction, h = rng.normal(size=x.shape), 1e-6
         shifted = lambda s: [y if j != i else y + s * direction for j, y in enumerate(operands)]
-        difference = (op(*shifted(h)) - op(*shifted(-h))) / (2 * h)
+        with np.errstate(invalid="ignore"):
+            difference = np.asarray((op(*shifted(h)) - op(*shifted(-h))) / (2 * h))
+        difference = np.where(np.isnan(difference), 0.0, difference)  # of what is -inf whatever the operands
         np.testing.assert_allclose((grads[i] * direction).sum(), (difference * g).sum(), rtol=2e-6, atol=1e-6 * np.abs(g).sum())

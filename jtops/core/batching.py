@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jtops.core import compat
+from jtops.core.binding import GRID_LIMITS
 from jtops.core.types import Constexpr, Descriptor, Operand, Result, as_scalar, leaves
 from jtops.errors import UnsupportedError
-
-GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +154,11 @@ def _grid(bind, args, dims, size, call):
                     f"kernel {call.name}: vmap maps operand {name!r}, for which GridBatch has no stride parameter; it has {names}."
                 )
             elements[names[name]] = math.prod(args[param.index].shape[1:])
-    number = lambda old, value: Constexpr(value) if isinstance(old, Constexpr) else as_scalar(value)
+    declared = {p.name: p.annotation_type for p in call.kernel.params}
+    number = lambda n, old, value: Constexpr(value) if isinstance(old, Constexpr) else as_scalar(value, declared[n])
     new = dataclasses.replace(
         call,
-        bound=tuple((n, number(p, elements[n]) if n in elements else p) for n, p in call.bound),
+        bound=tuple((n, number(n, p, elements[n]) if n in elements else p) for n, p in call.bound),
         grid=tuple(total if i == axis else g for i, g in enumerate(call.grid)),
         out_types=tuple(jax.ShapeDtypeStruct((total, *t.shape[lead:]), t.dtype) for t in call.out_types),
         cost=None if call.cost is None else tuple((k, v * size) for k, v in call.cost),

@@ -13,6 +13,8 @@ from jtops.core.descriptor import TensorDescriptor, bound_descriptor
 from jtops.core.inplace import alias_pairs
 from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, triton_type
 
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
+
 
 def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, int]:
     """`grid` as three ints; TypeError or ValueError for what cannot be one."""
@@ -21,8 +23,7 @@ def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, in
         raise TypeError(f"kernel {kernel_name}: grid must be an int or a sequence of up to three ints; got {grid!r}.")
     if not 1 <= len(dims) <= 3:
         raise ValueError(f"kernel {kernel_name}: grid must have one to three dimensions; got {len(dims)}: {grid!r}.")
-    limits = (2**31 - 1, 65535, 65535)
-    if any(not 0 <= d <= limit for d, limit in zip(dims, limits, strict=False)):
+    if any(not 0 <= d <= limit for d, limit in zip(dims, GRID_LIMITS, strict=False)):
         raise ValueError(f"kernel {kernel_name}: grid dimensions must lie in 0..2^31-1, 0..65535, 0..65535; got {grid!r}.")
     x, y, z = (*map(int, dims), 1, 1)[:3]
     return x, y, z

@@ -18,15 +18,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config as jax_config
-from jax._src import core, dispatch, distributed, effects
-from jax._src.callback import emit_python_callback
-from jax._src.interpreters import partial_eval
-from jax._src.interpreters.mlir import full_like_aval
-from jax._src.lib import gpu_triton
-from jax._src.state.discharge import register_discharge_rule
-from jax._src.state.types import AbstractRef, ReadEffect, TransformedRef, WriteEffect
-from jax.interpreters import ad, mlir
+
+try:
+    from jax._src import config as jax_config
+    from jax._src import core, dispatch, distributed, effects
+    from jax._src.callback import emit_python_callback
+    from jax._src.interpreters import partial_eval
+    from jax._src.interpreters.mlir import full_like_aval
+    from jax._src.lib import gpu_triton
+    from jax._src.state.discharge import register_discharge_rule
+    from jax._src.state.types import AbstractRef, ReadEffect, TransformedRef, WriteEffect
+    from jax.interpreters import ad, mlir
+except ImportError as error:
+    raise ImportError(f"jtops works with jax 0.11.2 to 0.12; found jax {jax.__version__} ({error}).") from error
 
 MIN_JAX, MIN_TRITON = (0, 11, 2), (3, 6)
 
@@ -44,6 +48,7 @@ __all__ = [
     "compile_source",
     "compiler_stages",
     "config_state",
+    "descriptor_flags",
     "device_count",
     "discharge",
     "distributed_client",
@@ -263,6 +268,7 @@ try:
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.cache import get_cache_key, get_cache_manager
     from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
     BACKEND_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | frozenset(HIPOptions.__dataclass_fields__)
@@ -271,7 +277,7 @@ except ImportError as import_error:
     HAS_TRITON = INTERPRET_MODE = False
     BACKEND_OPTIONS = frozenset()
     _why = str(import_error)
-    if not _why.startswith("jtops needs"):
+    if import_error.name:  # not the refusal above
         _why = (
             "this needs Triton, which is not installed: `pip install triton` (Linux only). Elsewhere use "
             f'implementation="xla". The import said: {_why}'
@@ -315,17 +321,24 @@ class _Optimizer:
         return self._llvm.optimize_module(*args, disable_slp_vectorizer=disable_slp_vectorizer or _scalar.get(), **options)
 
 
-def compile_source(source, target, options) -> Any:
-    """``triton.compile``. In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a
-    kernel for sm_90 sums 16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
+@contextlib.contextmanager
+def _llvm_for(target):
+    """In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a kernel for sm_90 sums
+    16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
     crashes = target.backend == "cuda" and target.arch == 90 and (3, 9) <= _version(triton.__version__) < (3, 10)
     if crashes and not isinstance(nvidia_compiler.llvm, _Optimizer):
         nvidia_compiler.llvm = _Optimizer(nvidia_compiler.llvm)
     token = _scalar.set(crashes)
     try:
-        return triton.compile(source, target=target, options=options)
+        yield
     finally:
         _scalar.reset(token)
+
+
+def compile_source(source, target, options) -> Any:
+    """``triton.compile``."""
+    with _llvm_for(target):
+        return triton.compile(source, target=target, options=options)
 
 
 def ptxas(capability: int) -> str:
@@ -390,7 +403,12 @@ def compiler_stages(backend, options) -> dict[str, Any]:
     """A Triton compiler's passes by name, from Triton IR to machine code; each is ``stage(module, metadata)``."""
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, Language.TRITON)
-    return stages
+    return {name: _llvm_for(backend.target)(stage) for name, stage in stages.items()}
+
+
+def descriptor_flags(nan: bool, tf32: bool) -> tuple[bool, ...]:
+    """What a kernel without TMA takes between a descriptor's wide and narrow sizes. The second flag came after Triton 3.6."""
+    return (nan, tf32) if "round_f32_to_tf32" in TensorDescriptor.__dataclass_fields__ else (nan,)
 
 
 def load_interpreter_module() -> Any:

@@ -12,7 +12,9 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
-    "tma",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -29,11 +31,16 @@ if compat.HAS_TRITON:
         warpgroup_mma_wait,
     )
 
+    renamed = hasattr(tma, "async_load")  # triton 3.9 keeps the old names as functions that raise
+    tma_load = tma.async_load if renamed else tma.async_copy_global_to_shared
+    tma_store = tma.async_store if renamed else tma.async_copy_shared_to_global
+    tma_store_wait = tma.store_wait
+
     @gluon.jit
     def allocate_barriers(count: gl.constexpr):
         """`count` uninitialised mbarriers in shared memory."""
         return gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
 
 else:
-    gluon = gl = mbarrier = tma = compat.triton
+    gluon = gl = mbarrier = tma_load = tma_store = tma_store_wait = compat.triton
     NVMMASharedLayout = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = allocate_barriers = compat.triton

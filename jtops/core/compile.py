@@ -53,7 +53,11 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
     signature = {name: types.get(name) or (p.type if isinstance(p, Scalar) else p) for _, name, p in leaves(bound)}
     attributes = tuple(specialization(p, declared[path[0]]) is not None for path, _, p in leaves(bound))
     ones = frozenset(name for path, name, p in leaves(bound) if folds(p, declared[path[0]]))
-    key = (compat.kernel_key(kernel), tuple(signature.items()), attributes, ones, options, target)
+    try:
+        content = compat.kernel_key(kernel)
+    except Exception as error:  # Triton reads the source to hash it, and may trip over what it does not know
+        raise _compile_error(kernel, target, "reading its source", error) from error
+    key = (content, tuple(signature.items()), attributes, ones, options, target)
     with _lock:
         future, mine = (_compiled[key], False) if key in _compiled else (_compiled.setdefault(key, Future()), True)
     if mine:

@@ -125,14 +125,15 @@ def launch_parameters(lib, param: Descriptor, meta: dict | None) -> list:
     """jaxlib's parameters for one descriptor: what the compiled kernel declares in its place.
 
     With TMA (`meta` is the compiler's record of the descriptor): a CUtensorMap, sizes and strides. On a GPU without: the
-    pointer, sizes, strides and kind of padding that a load needs, then sizes and strides once more, which nothing reads.
+    pointer, sizes, strides, kind of padding and rounding that a load needs, then sizes and strides once more, which nothing reads.
     """
     sizes = [lib.create_scalar_parameter(n, "i32") for n in param.shape]
     strides = [lib.create_scalar_parameter(s, "i64") for s in param.strides]
     nan = param.padding == "nan"
     if meta is None:
         wide = [lib.create_scalar_parameter(n, "i64") for n in (*param.shape, *param.strides)]
-        return [lib.create_array_parameter(0, 16), *wide, lib.create_scalar_parameter(nan, "i1"), *sizes, *strides]
+        flags = [lib.create_scalar_parameter(f, "i1") for f in compat.descriptor_flags(nan, param.round_f32_to_tf32)]
+        return [lib.create_array_parameter(0, 16), *wide, *flags, *sizes, *strides]
     tma = lib.create_tma_descriptor_parameter(
         elem_type=compat.tma_data_type(meta["elem_type"], param.round_f32_to_tf32),
         swizzle=meta["swizzle"],

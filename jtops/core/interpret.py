@@ -6,6 +6,9 @@ is patched, so kernels may be compiled and interpreted at the same time. Python'
 
 Beyond computing what the GPU would, a run checks what a GPU does not: each load and store must fall inside an operand or a
 result, inputs are read-only, and results start as NaN, so that what a kernel forgets to write shows.
+
+It differs from a GPU where GPUs differ: programs run one after the other, sums are taken in another order, float32 products are
+exact whatever the `input_precision`, and a number too large for an fp8 format becomes inf or NaN, where some GPUs saturate.
 """
 
 import builtins

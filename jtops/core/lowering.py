@@ -37,7 +37,8 @@ def lower_gpu(ctx, *operands, call, platform):
     inner, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
     text = ptx_launch.chosen_text(call, compiled, buffers=len(inner.avals_in) + len(inner.avals_out))
     path = LAUNCH_TARGET if text is None else ptx_launch.TARGET
-    notes.add(call.name, path, f"the program is for {platform}", platform, call, compiled)
+    why = f"the program is for {platform}" + (f'; jtops.config.launch("{call.launch}")' if call.launch else "")
+    notes.add(call.name, path, why, platform, call, compiled)
     if text is not None:
         results = ptx_launch.lower(inner, values, call, compiled, text, aliases)
     else:

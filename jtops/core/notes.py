@@ -31,6 +31,12 @@ def listening() -> Iterator[list[Note]]:
         _local.notes = before
 
 
+def add_partitioned(name: str, platform: str) -> None:
+    """Tell the listener that what each device launches is decided later."""
+    why = "each device's part is lowered, by its own shapes, while XLA splits the program"
+    add(name, "decided by XLA's partitioner", why, platform)
+
+
 def add(name: str, path: str, reason: str, platform: str, call: Any = None, compiled: Any = None) -> None:
     """Tell the listener, if there is one."""
     if (notes := getattr(_local, "notes", None)) is not None:

@@ -210,6 +210,14 @@ def make_builder(base: Any, state: Any) -> Any:
             counted = (data.data >= 0) & (data.data < bins) & (True if mask is None else plain(mask))
             return handle(np.bincount(data.data[counted].astype(np.int64), minlength=bins).astype(np.int32), base.tl.int32)
 
+        def create_print(self, prefix, as_hex, values, *_):
+            for value in values:
+                bits = np.ascontiguousarray(value.data).view(f"u{value.data.dtype.itemsize}")
+                text = np.array2string(bits, formatter={"int": "{:#x}".format}) if as_hex else str(value.data)
+                print(f"{self.grid_idx} {prefix.strip()} {text}")
+            if not values:
+                print(f"{self.grid_idx} {prefix.strip()}")
+
         def create_assert(self, condition, message):
             if not condition.data.all():
                 raise AssertionError(f"device_assert failed: {message}")

@@ -7,17 +7,16 @@ pure function of the call, as the other path's record is.
 
 import json
 import re
-import struct
 
 import jax
+import numpy as np
 
 from jtops.core import compat
-from jtops.core.types import Constexpr, Operand, Result, Scalar, leaves
+from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Result, Scalar, leaves
 from jtops.errors import UnsupportedError
 
 TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: compat asks the XLA at hand whether it has it
 AUTOMATIC = "ffi"  # the path where neither the call's setting nor the kernel decides; benchmarks/launch_cost.py measures both
-_FORMATS = {"i1": "<?", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f", "fp64": "<d"}
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
 
 
@@ -71,9 +70,8 @@ def _with_constants(ptx: str, params: list, pads: int) -> str:
         if not isinstance(param, Scalar):
             kept.append(line)
             continue
-        if param.type not in _FORMATS:
-            raise UnfitError(f"it takes a number of type {param.type}")
-        value = struct.pack(_FORMATS[param.type], param.value)
+        with np.errstate(over="ignore"):
+            value = np.array(param.value, NUMPY_TYPES[param.type]).tobytes()
         head += f".const .align 8 .b8 {name}[{len(value)}] = {{{', '.join(map(str, value))}}};\n"
         load = rf"\bld\.param(\.[\w.]+\s+[^\[;\n]*\[\s*{re.escape(name)}\b)"
         body, count = re.subn(load, r"ld.const\1", body)

@@ -14,7 +14,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters.batching import primitive_batchers
 from jax.sharding import AxisType, NamedSharding
 
-from jtops.core import compat, partition
+from jtops.core import compat, notes, partition
 from jtops.core.types import Constexpr
 from jtops.errors import UnsupportedError
 
@@ -104,11 +104,13 @@ def sharded_call(function: Callable, rule: ShardingRule) -> Callable:
     """`function`, made of kernels for arrays of one device, as a function of arrays that lie on any mesh.
 
     Works on automatic and explicit mesh axes and in shard_map, under ``jax.jit`` and ``jax.vmap`` (of `function`, so its
-    kernels need a `vmap_method`), and moves no data but to make whole what `rule` does not split.
+    kernels need a `vmap_method`), and moves no data but to make whole what `rule` does not split. A program for several devices
+    with automatic axes holds an address: it does not export, and JAX's persistent cache finds it only with
+    ``jax_remove_custom_partitioning_ptr_from_cache_key``.
 
     Args:
       function: ``f(*arrays) -> pytree of arrays``. It is traced anew for the shapes of a device's part, so whatever depends
-        on a shape must be computed inside. Define it once: the same function is compiled once.
+        on a shape must be computed inside, and every array be an argument. Define it once: the same function is compiled once.
       rule: dims of the operands of `function` and of its results, in order.
 
     Returns:
@@ -210,7 +212,10 @@ def _lower(ctx, *args, call):
     if compat.manual_axes(ctx) is None and compat.device_count(ctx) > 1:  # within XLA's partitioner an error loses its type
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in]
         platforms = ctx.platforms or ctx.module_context.platforms
-        jax.jit(partition.outside_mesh(call.local)).trace(*types).lower(lowering_platforms=tuple(platforms))
+        with notes.listening():  # the launches of the whole are nobody's
+            jax.jit(partition.outside_mesh(call.local)).trace(*types).lower(lowering_platforms=tuple(platforms))
+        if partition.is_automatic(ctx):
+            notes.add_partitioned(call.name, platforms[0])
     return partition.lower(ctx, *args, axes=call.axes(), name=call.name, local=call.local)
 
 

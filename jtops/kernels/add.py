@@ -19,8 +19,8 @@ from jtops.kernels._lib.spec import Case, Input, Spec
 
 
 @triton.jit
-def _offsets(rows, cols, m, n, inner, own, ROW_M: tl.constexpr, COL_N: tl.constexpr, DENSE: tl.constexpr):
-    """Where an operand keeps rows `rows` (of batch x m) and columns `cols`. DENSE: just as the result does."""
+def _load(ptr, rows, cols, r, m, n, inner, own, ROW_M: tl.constexpr, COL_N: tl.constexpr, DENSE: tl.constexpr):
+    """An operand's part of a tile, of one column where it is broadcast along them. DENSE: it is kept just as the result is."""
     if DENSE:
         row = rows
     elif ROW_M:
@@ -28,10 +28,10 @@ def _offsets(rows, cols, m, n, inner, own, ROW_M: tl.constexpr, COL_N: tl.conste
     else:
         row = own_row(rows // m, inner, own)
     if COL_N:
-        offsets = row[:, None] * n + cols[None, :]
+        x = tl.load(ptr + row[:, None] * n + cols[None, :], mask=(rows < r)[:, None] & (cols < n)[None, :])
     else:
-        offsets = row[:, None] + tl.zeros_like(cols)[None, :]
-    return offsets
+        x = tl.load(ptr + row, mask=rows < r)[:, None]
+    return x
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def _forward_kernel(
     cols = pid % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < r)[:, None] & (cols < n)[None, :]
     dtype = o_ptr.dtype.element_ty
-    x = tl.load(x_ptr + _offsets(rows, cols, m, n, x_inner, x_own, X_M, X_N, X_DENSE), mask=mask).to(dtype)
-    y = tl.load(y_ptr + _offsets(rows, cols, m, n, y_inner, y_own, Y_M, Y_N, Y_DENSE), mask=mask).to(dtype)
+    x = _load(x_ptr, rows, cols, r, m, n, x_inner, x_own, X_M, X_N, X_DENSE).to(dtype)
+    y = _load(y_ptr, rows, cols, r, m, n, y_inner, y_own, Y_M, Y_N, Y_DENSE).to(dtype)
     tl.store(o_ptr + rows[:, None] * n + cols[None, :], x + y, mask=mask)
 
 
@@ -95,7 +95,7 @@ def _forward(launch: Launch, x, y):
     per_operand: dict[str, Any] = {}
     for name, operand, own, is_dense in zip("xy", (x, y), launch.rows, dense, strict=True):
         per_operand |= {f"{name}_inner": own.inner, f"{name}_own": own.own, f"{name.upper()}_DENSE": is_dense}
-        per_operand |= {f"{name.upper()}_M": operand.shape[1] != 1, f"{name.upper()}_N": operand.shape[2] != 1}
+        per_operand |= {f"{name.upper()}_M": operand.shape[1] != 1, f"{name.upper()}_N": all(dense) or operand.shape[2] != 1}
     return (
         launch(
             _forward_kernel, x, y, r=rows, m=m, n=n, **per_operand, config=config, flops=rows * n,
@@ -192,6 +192,7 @@ SPEC = Spec(
     meshed=Case("meshed", (Input((16, 8, 32)), Input((32,))), "rows of x on many devices, y on all"),
     cases=(
         Case("same", (Input((7, 33)), Input((7, 33))), "no broadcasting: flat kernel, odd tail"),
+        Case("thin", (Input((7, 1)), Input((7, 1))), "no broadcasting, though the last axis has size 1"),
         Case("vector", (Input((1000,)), Input((1000,))), "rank below the kernel's"),
         Case("row", (Input((3, 5, 257)), Input((257,))), "bias row; its gradient sums all rows"),
         Case("column", (Input((6, 70)), Input((6, 1))), "column; its gradient sums along the row"),

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import jtops
-from jtops.core import compat, lowering
 from jtops.core import compile as compile_module
+from jtops.core import lowering
 from jtops.core.compat import tl, triton
 from jtops.core.target import MAX_SHARED_BYTES, Target
 from tests.kernels import lowered, resources
@@ -43,6 +43,12 @@ def shape_kernel(x_ptr, o_ptr):
 @triton.jit
 def undefined_kernel(x_ptr, o_ptr):
     tl.store(o_ptr, nowhere)  # noqa: F821
+
+
+@triton.jit
+def chained_kernel(x_ptr, o_ptr):
+    x = y = tl.load(x_ptr)
+    tl.store(o_ptr, x + y)
 
 
 @triton.jit
@@ -77,7 +83,8 @@ def shared_kernel(x_ptr, o_ptr):
 def accumulators_kernel(a_ptr, b_ptr, o_ptr, steps, N: tl.constexpr = 256, K: tl.constexpr = 16):
     """Three accumulators of 256 columns, all alive."""
     m, n, k = tl.arange(0, 128), tl.arange(0, N), tl.arange(0, K)
-    x = y = z = tl.zeros((128, N), tl.float32)
+    x = tl.zeros((128, N), tl.float32)
+    y, z = x, x
     for i in range(steps):
         a = tl.load(a_ptr + i * 128 * K + m[:, None] * K + k[None, :])
         b = tl.load(b_ptr + i * N * K + k[:, None] * N + n[None, :])
@@ -174,6 +181,16 @@ def test_compile_errors_show_the_line(kernel, line, said):
         lowered.text(f, X)
 
 
+def test_source_that_triton_cannot_read():
+    """Case 48: what fails before Triton compiles is told as what fails later."""
+    f = lambda x: jtops.triton_call(x, kernel=chained_kernel, out_type=x, grid=1)
+    said = (
+        r"(?s)kernel chained_kernel does not compile for sm_90; stage: reading its source; at .*test_compile.py.*Triton says: Simul"
+    )
+    with pytest.raises(jtops.errors.KernelCompileError, match=said):
+        lowered.text(f, X)
+
+
 def test_too_much_shared_memory():
     out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     f = lambda x: jtops.triton_call(x, kernel=shared_kernel, out_type=out, grid=1)
@@ -240,11 +257,72 @@ def test_threads_compile_a_kernel_once(monkeypatch):
     assert len(runs) == 2
 
 
-def test_versions_are_checked(monkeypatch):
-    """Case 48: a Triton too old for us is named at first use."""
-    monkeypatch.setattr(compat.triton, "__version__", "3.1.0")
-    with pytest.raises(ImportError, match=r"needs triton >= 3\.6; found triton 3\.1\.0"):
-        copied(interpret=True)(jnp.ones(1024))
-    script = "import jax; jax.__version__ = '0.10.0'; import jtops"
+def test_no_lock_is_held_while_compiling(monkeypatch):
+    """Two threads are inside the compiler at the same time: each waits there for the other."""
+    meeting, errors = threading.Barrier(2), []
+    real = compile_module._run_triton
+
+    def met(*args):
+        meeting.wait(timeout=60)
+        return real(*args)
+
+    def work(block):
+        try:
+            lowered.text(copied(BLOCK=block, num_warps=1), X)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(compile_module, "_run_triton", met)
+    threads = [threading.Thread(target=work, args=(block,)) for block in (16, 2048)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert errors == []
+
+
+OLD_TRITON = """
+import sys, types
+sys.modules["triton"] = types.ModuleType("triton")
+sys.modules["triton"].__version__ = "3.1.0"
+import jax, jtops
+jtops.softmax(jax.numpy.ones(8), implementation="interpret")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (OLD_TRITON, "jtops needs triton >= 3.6; found triton 3.1.0"),
+        ("import jax; jax.__version__ = '0.10.0'; import jtops", "jtops needs jax >= 0.11.2; found jax 0.10.0"),
+        (
+            "import jax._src.callback as c; del c.emit_python_callback; import jtops",
+            "jtops works with jax 0.11.2 to 0.12; found jax",
+        ),
+    ],
+    ids=["old_triton", "old_jax", "other_jax"],
+)
+def test_versions_are_checked(script, says):
+    """Case 48: a Triton too old for us is named at first use, a JAX at import, whatever names they lack."""
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "jtops needs jax >= 0.11.2; found jax 0.10.0" in run.stderr
+    assert f"ImportError: {says}" in run.stderr
+
+
+@triton.jit
+def sums_kernel(x_ptr, n, o_ptr, BLOCK: tl.constexpr):
+    x_sum, xy_sum = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
+    i = tl.arange(0, BLOCK)[None, :]
+    for start in range(0, n, BLOCK):
+        x = tl.load(x_ptr + start + i, mask=start + i < n, other=0.0).to(tl.float32)
+        y = tl.load(x_ptr + n + start + i, mask=start + i < n, other=0.0).to(tl.float32)
+        x_sum += x
+        xy_sum += x * y
+    tl.store(o_ptr + tl.arange(0, 1), tl.sum(x_sum, 1) / tl.sum(xy_sum, 1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_of_many_numbers_a_thread(dtype):
+    """LLVM's vectorizer in Triton 3.9 ends the process on these."""
+    x, out = jax.ShapeDtypeStruct((2, 1 << 16), dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
+    sums = lambda x: jtops.triton_call(x, x.size // 2, kernel=sums_kernel, out_type=out, grid=1, BLOCK=2048)
+    assert lowered.launches(sums, x, target="sm_90") == {"sums_kernel": 1}

@@ -97,14 +97,34 @@ def chosen(x, implementation):
     return jtops.softmax(x, implementation=implementation)
 
 
+def shared_out(x):
+    return jtops.triton_call(
+        x,
+        n=lambda axes: axes["m"] * axes["n"],
+        kernel=double_kernel,
+        out_type=x,
+        grid=lambda meta: jtops.cdiv(meta["m"] * meta["n"], 256),
+        BLOCK=256,
+        sharding_rule=jtops.ShardingRule("m n -> m n", split="m n"),
+    )
+
+
+def test_launch_paths():
+    with jtops.config.target("sm_90"), jtops.config.launch("ptx"):
+        (launch,) = jtops.explain(doubled, X)
+    assert launch.path == "__gpu$xla.gpu.ptx"
+    assert launch.reason == 'the program is for cuda; jtops.config.launch("ptx")'
+
+
 def test_several_devices():
     kind, n = AxisType.Auto, 4
     mesh = jax.make_mesh((n,), ("x",), devices=jax.devices()[:n], axis_types=(kind,))
     x = jax.device_put(X, NamedSharding(mesh, P("x")))
     with jtops.config.interpret():
         (whole,) = jtops.explain(jax.jit(jtops.softmax), x)
+        (own,) = jtops.explain(shared_out, x)
         (shard,) = jtops.explain(jax.shard_map(jtops.softmax, mesh=mesh, in_specs=P("x"), out_specs=P("x")), x)
-    assert whole.path == "decided by XLA's partitioner"
+    assert whole.path == own.path == "decided by XLA's partitioner"
     assert shard.path == "interpreter"
 
 

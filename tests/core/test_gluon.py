@@ -9,6 +9,7 @@ import pytest
 
 import jtops
 from jtops import TensorDescriptor
+from jtops.core import compat
 from jtops.core.compat import tl, triton
 from jtops.core.compat_gluon import (
     allocate_barriers,
@@ -16,7 +17,9 @@ from jtops.core.compat_gluon import (
     gl,
     gluon,
     mbarrier,
-    tma,
+    tma_load,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -51,10 +54,10 @@ def copy_kernel(x_desc, o_desc):
     mbarrier.init(full.index(0), count=1)
     at = [gl.program_id(0) * BM, gl.program_id(1) * BN]
     mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, at, full.index(0), tile)
+    tma_load(x_desc, at, full.index(0), tile)
     mbarrier.wait(full.index(0), 0)
-    tma.async_copy_shared_to_global(o_desc, at, tile)
-    tma.store_wait(0)
+    tma_store(o_desc, at, tile)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -63,8 +66,8 @@ def _producer(a_desc, b_desc, a_tile, b_tile, full, empty, row, col, k, BK: gl.c
         s = i % STAGES
         mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(s), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(a_desc, [row, i * BK], full.index(s), a_tile.index(s))
-        tma.async_copy_global_to_shared(b_desc, [i * BK, col], full.index(s), b_tile.index(s))
+        tma_load(a_desc, [row, i * BK], full.index(s), a_tile.index(s))
+        tma_load(b_desc, [i * BK, col], full.index(s), b_tile.index(s))
 
 
 @gluon.jit
@@ -81,8 +84,8 @@ def _consumer(c_desc, a_tile, b_tile, c_tile, full, empty, row, col, k, BK: gl.c
         mbarrier.arrive(empty.index(s), count=1)
     c_tile.store(acc.to(c_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [row, col], c_tile)
-    tma.store_wait(0)
+    tma_store(c_desc, [row, col], c_tile)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -248,8 +251,9 @@ def test_triton_kernels_take_host_descriptors_with_and_without_tma():
     assert "cp.async.bulk.tensor" in only(triton_copied, x).binary
     older = only(triton_copied, x, target="sm_80")
     assert not older.descriptors
-    # Pointer, rank sizes and strides, padding, sizes and strides once more, for each; two pointers of the runtime.
-    assert older.binary.split(")")[0].count(".param") == 2 * (1 + 4 + 1 + 4) + 2
+    # Pointer, sizes and strides, flags, sizes and strides once more, for each; two pointers of the runtime.
+    flags = len(compat.descriptor_flags(nan=False, tf32=False))
+    assert older.binary.split(")")[0].count(".param") == 2 * (1 + 4 + flags + 4) + 2
 
 
 @pytest.mark.spec("device-side TMA descriptors (global scratch)")

@@ -3,10 +3,13 @@
 import inspect
 import math
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import jtops
 from jtops.core import binding, interpret
 from jtops.core.compat import tl, triton
 from jtops.errors import InterpreterError
@@ -25,7 +28,7 @@ def dtype_of(name):
 def run(kernel, *args, out, grid=(1, 1, 1), **constants):
     """The kernel on NumPy arrays, without JAX around it: `out` is (shape, dtype) or a list of them."""
     outs = [np.zeros(shape, dtype_of(dtype)) for shape, dtype in (out if isinstance(out, list) else [out])]
-    bound, arrays = binding.bind(kernel, args, constants, (), outs)
+    bound, arrays, _ = binding.bind(kernel, args, constants, (), outs, {})
     before = [a.copy() for a in arrays]
     interpret.run(kernel, bound, grid, arrays, outs)
     for a, b in zip(arrays, before, strict=True):
@@ -45,6 +48,20 @@ def numbers(dtype, seed=0, low=-4, high=5, shape=(N,)):
     """Small integers, which every format holds exactly."""
     draw = np.random.default_rng(seed).integers(0 if dtype[:1] in "ub" and dtype != "bfloat16" else low, high, shape)
     return draw.astype(dtype_of(dtype))
+
+
+def on_gpu(kernel, *args, out, **constants):
+    """`run`, compiled."""
+    kind = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype_of(dtype))
+    got = jtops.triton_call(
+        *map(jnp.asarray, args),
+        kernel=kernel,
+        out_type=[kind(*o) for o in out] if isinstance(out, list) else kind(*out),
+        grid=1,
+        interpret=False,
+        **constants,
+    )
+    return [np.asarray(o) for o in got] if isinstance(out, list) else np.asarray(got)
 
 
 # -------------------------------------------------------------------------------------------------------- elementwise
@@ -643,3 +660,33 @@ def test_histogram_and_topk(dtype):
     same(whole, np.bincount(x.astype(int), minlength=8))
     same(masked, np.bincount(x[:20].astype(int), minlength=8))
     same(top, np.sort(x)[::-1][:4])
+
+
+# ----------------------------------------------------------------------------------------- and the GPU's are the same
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint32"])
+def test_the_gpu_agrees(dtype):
+    """A sample of the above, compiled: case 50."""
+    x, y = numbers(dtype), numbers(dtype, 1, 1, 5)
+    calls = [(binary_kernel, (x, y), ((N,), dtype), {"OP": op, "N": N}) for op in ("mul", "sub", "mod", "minimum")]
+    calls += [(binary_kernel, (x, y), ((N,), "bool"), {"OP": "lt", "N": N})]
+    calls += [(unary_kernel, (x,), ((N,), dtype), {"OP": "neg", "N": N})]
+    calls += [(cast_kernel, (x,), ((N,), to), {"N": N}) for to in ("float32", "int16")]
+    m = x.reshape(4, 8)
+    shape = {"M": 4, "N": 8}
+    calls += [(reduce_kernel, (m,), ((4,), "int32"), {"OP": "argmax", "AXIS": 1, "KEEP": False, "L": 4, **shape})]
+    calls += [(reduce_kernel, (m,), ((8,), dtype), {"OP": "sum", "AXIS": 0, "KEEP": True, "L": 8, **shape})]
+    calls += [(scan_kernel, (m,), (m.shape, dtype), {"OP": op, "AXIS": 1, "FLAG": True, **shape}) for op in ("cumsum", "sort")]
+    for kernel, args, out, constants in calls:
+        same(on_gpu(kernel, *args, out=out, **constants), run(kernel, *args, out=out, **constants))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("to", "largest"), [("float8_e5m2", 57344), ("float8_e4m3fn", 448)])
+def test_the_gpu_rounds_as_ml_dtypes(to, largest):
+    """Every float16 that the format has room for, to nearest even; beyond, GPUs differ."""
+    x = np.arange(65536, dtype=np.uint16).view(np.float16)
+    x = np.where(np.abs(x) <= largest, x, np.float16(0))
+    same(on_gpu(cast_kernel, x, out=(x.shape, to), N=65536), x.astype(dtype_of(to)))

@@ -179,6 +179,40 @@ def builtins_kernel(x_ptr, o_ptr, n, N: tl.constexpr):
     tl.store(o_ptr + i, y + tl.minimum(x, 1.0))
 
 
+@triton.jit
+def lock_kernel(x_ptr, o_ptr, lock_ptr, n, N: tl.constexpr):
+    """Programs add their rows to one, each behind a lock; the first finds it empty."""
+    i, pid = tl.arange(0, N), tl.program_id(0)
+    x = tl.load(x_ptr + pid * N + i)
+    if pid >= n:
+        return
+    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+        pass
+    count = tl.load(lock_ptr + 1)
+    if count == 0:
+        tl.atomic_xchg(lock_ptr + 1, 1)
+    else:
+        x += tl.load(o_ptr + i)
+    tl.store(o_ptr + i, x)
+    tl.debug_barrier()
+    tl.atomic_xchg(lock_ptr, 0)
+
+
+@triton.jit
+def persistent_kernel(x_ptr, o_ptr, n, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
+    """Two programs take the blocks in turn; blocks swizzled; a function chosen by name."""
+    blocks = tl.cdiv(n, BLOCK)
+    tl.assume(blocks > 0)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
+        row, column = tl.swizzle2d(block // 2, block % 2, blocks // 2, 2, 2)
+        i = (row * 2 + column) * BLOCK + tl.arange(0, BLOCK)
+        i = tl.max_contiguous(tl.multiple_of(i, BLOCK), BLOCK)
+        x = tl.load(x_ptr + i, mask=i < n, other=0.0, eviction_policy="evict_last")
+        if FUNCTION == "leaky":
+            x = tl.where(x >= 0, x, 0.5 * x)
+        tl.store(o_ptr + i, x, mask=i < n)
+
+
 def hailstone(n):
     steps = 0
     while n > 1:
@@ -222,6 +256,41 @@ CASES = {
     "own reductions": (own_reduction_kernel, (W,), {"N": N}, X, W.max() + W.argmax() + best_so_far(W)),
     "builtins": (builtins_kernel, (X,), {"n": 5, "N": N}, X, np.maximum(X, 0.5) + 3 + N + 3 + np.minimum(X, 1)),
 }  # fmt: skip
+
+
+@modes
+def test_locks_and_early_returns(interpret):
+    rows = np.random.default_rng(1).integers(-9, 9, (6, N)).astype(np.float32)
+    out = (jax.ShapeDtypeStruct((N,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32))
+    got, lock = jtops.triton_call(
+        rows, kernel=lock_kernel, out_type=out, grid=6, n=4, N=N, num_warps=1, zeroed_outputs=(1,), interpret=interpret
+    )
+    np.testing.assert_array_equal(got, rows[:4].sum(0))
+    np.testing.assert_array_equal(lock, [0, 1])
+
+
+@modes
+def test_persistent_programs(interpret):
+    x = np.linspace(-4, 4, 1000, dtype=np.float32)
+    got = run(persistent_kernel, x, out=x, n=1000, BLOCK=128, FUNCTION="leaky", grid=2, interpret=interpret)
+    np.testing.assert_array_equal(got, np.where(x >= 0, x, x * 0.5))
+
+
+@triton.jit
+def print_kernel(x_ptr, o_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    print("x is", x)
+    tl.device_print("sum is", tl.sum(x).to(tl.int32) - 7, hex=True)
+    tl.static_print("N is", N)
+    tl.store(o_ptr + tl.arange(0, N), x)
+
+
+def test_prints(capfd):
+    run(print_kernel, X, N=N)
+    said = capfd.readouterr().out
+    assert "(0, 0, 0) x is: [-4." in said
+    assert "(0, 0, 0) sum is: [0xfffffff9]" in said
+    assert f"N is {N}" in said
 
 
 @modes

@@ -183,7 +183,7 @@ def test_backends():
 def test_compiling_by_hand(platform, capability, capsys):
     make = legacy.make_cuda_target if platform == "cuda" else legacy.make_hip_target
     backend, target, capability = legacy.make_backend(make, capability, 1)
-    options = backend.parse_options({"num_warps": 2, "debug": True})
+    options = backend.parse_options({"num_warps": 2, "debug": True, "enable_fp_fusion": True})
     made = legacy.compile_ttir_inplace(ttir(backend, target, options), backend, options, capability, platform)
     assert (made.name, made.shared_mem_bytes, made.cluster_dims) == ("affine_kernel", 0, (1, 1, 1))
     assert "num-warps" in made.ttgir
@@ -205,7 +205,7 @@ def test_compiling_by_hand(platform, capability, capsys):
 @pytest.mark.spec("compile_ttir_to_ptx_inplace / compile_ttir_to_hsaco_inplace")
 def test_a_failing_pass_is_shown(monkeypatch):
     backend, _, capability = legacy.make_backend(legacy.make_cuda_target, 90, 1)
-    options, shown = backend.parse_options({}), []
+    options, shown = backend.parse_options({"enable_fp_fusion": True}), []
 
     class Module:
         dump = staticmethod(lambda: shown.append("module"))

@@ -114,6 +114,8 @@ def test_numbers_become_constants_and_unread_parameters_go():
     text = lowered_by("ptx", lambda x: affine(x, name="mine", cost_estimate={"flops": 600}, serialized_metadata=b"ab"), X)
     assert "-> (tensor<300xf32>, tensor<2xi32>)" in text
     assert r"launch_name = \22mine\22" in text
+    with jtops.config.launch("ptx"):
+        assert lowered.launches(fresh(affine, name="mine"), X) == {"mine": 1}
     assert r"serialized_metadata = \226162\22" in text
     assert "grid_x = 2 : i32, grid_y = 1 : i32, grid_z = 1 : i32, block_x = 128 : i32" in text
     ptx = kernel_of(text)
@@ -197,6 +199,12 @@ def test_kernels_that_do_not_fit(call, compiled, reason):
 
 
 def test_an_xla_without_the_call(monkeypatch):
+    """XLA is asked once; that of the CPU stands in for one that lacks the call."""
+    here = jax.local_devices()
+    monkeypatch.setattr(jax, "local_devices", lambda backend: here)
+    assert "No registered implementation" in compat.ptx_call_refused(f"{TARGET}.absent")
+    monkeypatch.undo()
+    assert compat.ptx_call_refused(f"{TARGET}.unasked") is None  # no such GPU here: the program is for elsewhere
     monkeypatch.setattr(compat, "ptx_call_refused", lambda target: f"no custom call {target}")
     with pytest.raises(jtops.UnsupportedError, match="this process' XLA refuses the call: no custom call __gpu"):
         lowered_by("ptx", fresh(affine), X)
@@ -252,7 +260,7 @@ def test_chain_of_launches(path):
 
     def chain(x):
         for _ in range(120):
-            x = affine(x, factor=1.0, wide=2**33)[0] - 2.0**33 + 1.0
+            x = affine(x, flag=False)[0] + 1.0
         return x
 
     with jtops.config.launch(path):

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import jtops
 from jtops.core.compat import tl, triton
-from tests.kernels import lowered
 from tests.kernels.test_sharding import COLLECTIVE, devices, mesh, put
 
 everywhere = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.multigpu)])
@@ -170,12 +169,15 @@ def test_vmap_may_split_what_it_maps(kind, interpret):
     close(nested(put(xs, mesh(), "x"), ws), jax.vmap(jax.vmap(wanted, (0, None)), (None, 0))(xs, ws))
 
 
-def test_lowered_for_a_gpu():
-    """Explicit axes: the launch is of a device's part."""
+def test_lowered_and_exported_for_a_gpu():
+    """Explicit axes: the launch is of a device's part, and the program holds no address."""
     m = mesh(AxisType.Explicit)
-    with jax.set_mesh(m):
-        text = lowered.text(center("keyword", False), put(X, m, "x"), W)
-    assert "(tensor<2x24xf32>, tensor<24xf32>) -> (tensor<2x24xf32>, tensor<2xf32>)" in text
+    with jax.set_mesh(m), jtops.config.target("sm_90"):
+        checks = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+        f = jax.jit(center("keyword", False))
+        exported = jax.export.export(f, platforms=("cuda",), disabled_checks=checks)(put(X, m, "x"), W)
+    assert "(tensor<2x24xf32>, tensor<24xf32>) -> (tensor<2x24xf32>, tensor<2xf32>)" in exported.mlir_module()
+    assert jax.export.deserialize(exported.serialize()).nr_devices == 8
 
 
 def test_settings_are_those_of_the_call():

@@ -16,7 +16,9 @@ modes = pytest.mark.parametrize("interpret", MODES)
 
 
 @triton.jit
-def axpy_kernel(x_ptr, y_ptr, o_ptr, s_ptr, n, x_batch, y_batch, o_batch, s_batch: tl.constexpr, BLOCK: tl.constexpr = 64):
+def axpy_kernel(
+    x_ptr, y_ptr, o_ptr, s_ptr, n, x_batch, y_batch, o_batch: tl.int64, s_batch: tl.constexpr, BLOCK: tl.constexpr = 64
+):
     """o = 2 x + y; s = the number of the block: two results of different sizes."""
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -104,6 +106,8 @@ def test_grid_is_one_launch_and_shared_operands_are_not_copied():
     call = jax.make_jaxpr(f)(*operands).eqns[-1].params["call"]
     assert call.grid == (2, 7, 1)
     assert {n: p.value for n, p in call.bound if n.endswith("_batch")} == {"x_batch": N, "y_batch": 0, "o_batch": N, "s_batch": 2}
+    assert dict(call.bound)["x_batch"].type == "i32"
+    assert dict(call.bound)["o_batch"].type == "i64"  # as the kernel says
 
 
 def test_sequential_is_a_loop():

@@ -47,9 +47,10 @@ def launches(f, *operands, **how) -> collections.Counter:
     count: collections.Counter = collections.Counter()
 
     def walk(name):
-        for callee, opaque in re.findall(r'(?<!custom_)call @([\w.$]+)\(|opaque = "((?:[^"\\]|\\.)*)"', bodies[name]):
-            if opaque:
-                count[launched_name(opaque)] += 1
+        calls = r'(?<!custom_)call @([\w.$]+)\(|opaque = "((?:[^"\\]|\\.)*)"|launch_name = \\22(\w+)\\22'  # by either launch path
+        for callee, opaque, launched in re.findall(calls, bodies[name]):
+            if opaque or launched:
+                count[launched or launched_name(opaque)] += 1
             else:
                 walk(callee)
 

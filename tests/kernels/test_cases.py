@@ -185,6 +185,123 @@ def test_softmax_gradient_of_a_constant_cotangent_is_zero(implementation):
     assert jnp.abs(g.astype(jnp.float32)).max() < 1e-6
 
 
+# ---- log_softmax and logsumexp at the edges
+
+
+ROWS = [None, jtops.Config(BLOCK_M=1, BLOCK_N=4, PROGRAMS=4), jtops.Config(BLOCK_M=1, BLOCK_N=4, PROGRAMS=16)]  # whole, long, split
+
+
+@ways
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("block", ROWS)
+def test_log_softmax_and_logsumexp_of_infinities_and_nan(block, axis, implementation):
+    kw = {"implementation": implementation} | ({} if block is None or implementation == "xla" else {"config": block})
+    inf, nan = jnp.inf, jnp.nan
+    x = jnp.array([[-inf] * 8, [0.0, -inf] * 4, [nan] + [0.0] * 7, [inf] + [0.0] * 7, [-inf] * 7 + [1.0], [1e38, -1e38] * 4])
+    x = x if axis == -1 else x.T
+    got, want = jtops.log_softmax(x, axis, **kw), jax.nn.log_softmax(x, axis)
+    np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(want))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    got, want = jtops.logsumexp(x, axis, **kw), jax.nn.logsumexp(x, axis)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert got[0] == -inf
+    assert got[3] == inf
+    none = jnp.zeros_like(x, bool)
+    np.testing.assert_array_equal(jtops.log_softmax(x, axis, none, **kw), jnp.full_like(x, -inf))
+    f = lambda x: jtops.logsumexp(x, axis, none, **kw)
+    np.testing.assert_array_equal(f(x), jnp.full(6, -inf))
+    np.testing.assert_array_equal(jax.vjp(f, x)[1](jnp.ones(6))[0], jnp.zeros_like(x))
+
+
+@ways
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_masked_elements_of_log_softmax_may_hold_anything(axis, implementation):
+    x, mask = normal(16, 16), (jnp.arange(16) < 10) if axis == -1 else (jnp.arange(16) < 10)[:, None]
+    weights = jnp.where(mask, normal(16, 16, seed=3), 0.0)
+    f = lambda x: jtops.log_softmax(x, axis, mask, implementation=implementation)
+    g = lambda x: jtops.logsumexp(x, axis, mask, implementation=implementation)
+    results = lambda x: (f(x), g(x), jax.vjp(f, x)[1](weights)[0], jax.vjp(g, x)[1](jnp.ones(16))[0])
+    want = results(x)
+    np.testing.assert_array_equal(want[2][~jnp.broadcast_to(mask, x.shape)], 0.0)
+    for poison in (jnp.nan, jnp.inf, 3e38):
+        jax.tree.map(np.testing.assert_array_equal, results(jnp.where(mask, x, poison)), want)
+
+
+@ways
+def test_log_softmax_of_large_values_and_low_precision(implementation):
+    """A gradient from a rounded y would be off by the rounding of y times its size."""
+    x = normal(4, 64, mean=1e4)
+    g = normal(4, 64, seed=1)
+    got = jax.vjp(lambda x: jtops.log_softmax(x, implementation=implementation), x)[1](g)[0]
+    want = oracles.log_softmax_vjp(np.asarray(x, np.float64), g=np.asarray(g, np.float64))[0]
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    low = x.astype(jnp.bfloat16) - 1e4
+    got = jax.vjp(lambda x: jtops.logsumexp(x, -1, implementation=implementation), low)[1](jnp.ones(4, jnp.bfloat16))[0]
+    np.testing.assert_allclose(got.astype(jnp.float32).sum(-1), 1.0, atol=5e-3)
+
+
+def test_logsumexp_shapes():
+    x = normal(2, 3, 4)
+    for axis in (None, 0, 1, (0, 2), (-1, -2), (0, 1, 2)):
+        for keepdims in (False, True):
+            got, want = jtops.logsumexp(x, axis, keepdims=keepdims), jax.nn.logsumexp(x, axis, keepdims=keepdims)
+            assert got.shape == want.shape
+            np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_array_equal(jtops.logsumexp(jnp.zeros((3, 0)), 1), jnp.full(3, -jnp.inf))
+    np.testing.assert_array_equal(jtops.logsumexp(jnp.zeros((0, 3)), 1), jnp.zeros(0))
+
+
+# ---- the sum and its norm
+
+
+@ways
+@pytest.mark.parametrize(
+    "block", [None, jtops.Config(BLOCK_M=1, BLOCK_N=8, PROGRAMS=4), jtops.Config(BLOCK_M=1, BLOCK_N=8, PROGRAMS=64)]
+)
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_add_norms_are_the_two_ops(dtypes, block, implementation):
+    """(y, sum) to the bit, sums and norms in their dtypes; and a gradient by either result alone, and by both."""
+    kw = {"implementation": implementation} | ({} if block is None or implementation == "xla" else {"config": block})
+    x, residual = (normal(6, 33, seed=i, dtype=d) for i, d in enumerate(dtypes))
+    scale, bias = normal(33, seed=2), normal(33, seed=3)
+    for op, norm, parameters in (
+        (jtops.add_layer_norm, jtops.layer_norm, (scale, bias)),
+        (jtops.add_rms_norm, jtops.rms_norm, (scale,)),
+    ):
+        total = x + residual
+        y, kept = op(x, residual, *parameters, **kw)
+        assert (y.dtype, kept.dtype) == (x.dtype, total.dtype)
+        np.testing.assert_array_equal(kept, total)
+        np.testing.assert_array_equal(y, norm(total, *parameters, **kw).astype(y.dtype))
+        _, pullback = jax.vjp(lambda *a: op(*a, **kw), x, residual, *parameters)
+        plain = lambda x, residual, *p: (norm(x + residual, *p, **kw).astype(x.dtype), x + residual)
+        _, want_pullback = jax.vjp(plain, x, residual, *parameters)
+        gy, gs = normal(6, 33, seed=4, dtype=y.dtype), normal(6, 33, seed=5, dtype=kept.dtype)
+        for cotangents in ((gy, gs), (jnp.zeros_like(gy), gs), (gy, jnp.zeros_like(gs))):
+            a, b = pullback(cotangents), want_pullback(cotangents)
+            assert [g.dtype for g in a] == [g.dtype for g in b]
+            numerics.close(a, b, 2e-2 if "bfloat16" in dtypes else 1e-5)
+        only = lambda i: jax.grad(lambda x: (op(x, residual, *parameters, **kw)[i].astype(jnp.float32) ** 2).sum())(x)
+        expected = lambda i: jax.grad(lambda x: (plain(x, residual, *parameters)[i].astype(jnp.float32) ** 2).sum())(x)
+        for i in (0, 1):
+            numerics.close(only(i), expected(i), 2e-2 if "bfloat16" in dtypes else 1e-5)
+
+
+# ---- case 23: very long rows; and widths that no vector divides
+
+
+@ways
+@pytest.mark.parametrize("n", [65537, 131072])
+def test_case_23_long_rows_react_to_their_last_column(n, implementation):
+    x = jnp.asarray(np.arange(2 * n) % 7, jnp.float32).reshape(2, n)
+    ops = {"softmax": jtops.softmax, "layer_norm": jtops.layer_norm, "rms_norm": jtops.rms_norm, "log_softmax": jtops.log_softmax}
+    for name, op in ops.items():
+        got = op(x, implementation=implementation)
+        numerics.close(got, getattr(oracles, name)(np.asarray(x, np.float64)), 1e-5)
+        changed = op(x.at[:, -1].set(50.0), implementation=implementation)
+        assert jnp.abs(changed[:, -1] - got[:, -1]).min() > 0.5
+
+
 # ---- deterministic: the same bits every time
 
 
@@ -218,6 +335,14 @@ def test_same_bits_every_time(implementation):
         (lambda: jtops.softmax(jnp.ones(3), where=jnp.ones(3)), TypeError, "where must be boolean; got float32"),
         (lambda: jtops.softmax(jnp.ones((2, 3)), where=jnp.ones((2, 2), bool)), ValueError, r"where \(2, 2\), x \(2, 3\)"),
         (lambda: jtops.softmax(jnp.ones(3), where=jnp.ones((2, 3), bool)), ValueError, "where must broadcast to x"),
+        (
+            lambda: jtops.logsumexp(jnp.ones((2, 3)), where=jnp.ones((3, 2), bool)),
+            ValueError,
+            r"logsumexp: where .* to a; .*a \(2, 3\)",
+        ),
+        (lambda: jtops.log_softmax(jnp.ones((2, 3)), axis=2), ValueError, "log_softmax: axis 2 does not exist"),
+        (lambda: jtops.add_layer_norm(jnp.ones((2, 3)), jnp.ones(3)), ValueError, r"one shape; got \(2, 3\) and \(3,\)"),
+        (lambda: jtops.add_rms_norm(jnp.ones((2, 3)), jnp.ones((2, 3), int)), TypeError, "residual must have a floating dtype"),
         (lambda: jtops.layer_norm(jnp.ones(())), ValueError, r"x must have shape \[..., n\]; got \(\)"),
         (
             lambda: jtops.layer_norm(jnp.ones((2, 3)), jnp.ones(4)),

@@ -326,10 +326,10 @@ def test_bad_implementation_and_config():
         jtops.softmax(x, config=jtops.Config(BLOCK_N=8))
     with pytest.raises(ValueError, match="power of two; got 12"):
         jtops.Config(BLOCK_N=12)
-    config = jtops.Config(BLOCK_M=2, BLOCK_N=4, num_warps=2)
-    assert config == jtops.Config(num_warps=2, BLOCK_N=4, BLOCK_M=2)
-    assert hash(config) == hash(jtops.Config(num_warps=2, BLOCK_N=4, BLOCK_M=2))
-    assert repr(config) == "Config(BLOCK_M=2, BLOCK_N=4, num_warps=2)"
+    config = jtops.Config(BLOCK_M=2, BLOCK_N=4, PROGRAMS=8, num_warps=2)
+    assert config == jtops.Config(num_warps=2, PROGRAMS=8, BLOCK_N=4, BLOCK_M=2)
+    assert hash(config) == hash(jtops.Config(num_warps=2, PROGRAMS=8, BLOCK_N=4, BLOCK_M=2))
+    assert repr(config) == "Config(BLOCK_M=2, BLOCK_N=4, PROGRAMS=8, num_warps=2)"
     numerics.close(jtops.softmax(x, config=config, implementation="interpret"), jax.nn.softmax(x))
 
 

@@ -199,18 +199,19 @@ def test_empty(spec, implementation):
     f, _, operands = both(spec, implementation)
     rows = operands[0].shape[0]
     empty = [x[:0] if x.ndim == operands[0].ndim and x.shape[0] == rows else x for x in operands]
+    reduced = spec.name == "logsumexp"  # its result has 1 where the operand has n
     for g in (f, jax.jit(f)):
-        assert g(*empty).shape == empty[0].shape
+        assert g(*empty).shape == (*empty[0].shape[:-1], 1 if reduced else empty[0].shape[-1])
         assert g(*empty).dtype == empty[0].dtype
     for x, grad in zip([empty[i] for i in floating(empty)], all_grads(f, empty)(*empty), strict=True):
         np.testing.assert_array_equal(grad, jnp.zeros_like(x))
     mapped = [jnp.stack([x] * 2)[:0] for x in operands]
-    assert jax.vmap(f)(*mapped).shape == (0, *operands[0].shape)
+    assert jax.vmap(f)(*mapped).shape == (0, *operands[0].shape[:-1], 1 if reduced else operands[0].shape[-1])
     assert [g.shape for g in jax.vmap(all_grads(f, operands))(*mapped)] == [mapped[i].shape for i in floating(operands)]
     if spec.name == "matmul":
         return  # its last axes are of two kinds: see test_matmul
     no_features = [x[..., :0] if x.ndim else x for x in operands]
-    assert f(*no_features).shape == no_features[0].shape
+    assert f(*no_features).shape == (*no_features[0].shape[:-1], int(reduced))
     all_grads(f, no_features)(*no_features)
 
 
@@ -280,6 +281,8 @@ def test_x64_by_kernel(spec):
 @some_ops
 def test_one_trace_per_signature(spec):
     """Case 57: f(f(x)) and repeated calls trace once."""
+    if spec.name == "logsumexp":
+        return  # f(x) has another shape than x
     f, _, operands = both(spec, None)
     traces = 0
 
@@ -328,6 +331,8 @@ def test_residual_memory(spec):
     kept, operands = {  # arrays of the size of the first operand, for each layer
         "add": (0, (x, w)),
         "softmax": (1, (x, None)),
+        "log_softmax": (1, (x, None)),
+        "logsumexp": (1, (x, None)),
         "layer_norm": (1, (x, w, w)),
         "rms_norm": (1, (x, w)),
         "add_layer_norm": (1, (x, x, w, w)),
@@ -337,6 +342,8 @@ def test_residual_memory(spec):
     }[spec.name]
     x, *others = operands
     f = function(spec, dataclasses.replace(spec.small, options={}), implementation="interpret")
-    loss = lambda x: (jax.lax.scan(lambda c, _: (f(c, *others), None), x, None, length=layers)[0] ** 2).sum()
+    loss = lambda x: (
+        jax.lax.scan(lambda c, _: (jnp.broadcast_to(f(c, *others), c.shape), None), x, None, length=layers)[0] ** 2
+    ).sum()
     used = jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
     assert used <= (layers * kept + 5) * x.nbytes, used / x.nbytes

@@ -473,8 +473,7 @@ def _lower(ctx, *args, call, platform):
         return partition.lower_local(ctx, *args, local=functools.partial(reference_stage, call))
     _check_lowerable(ctx, call, platform)
     if partition.is_automatic(ctx) and compat.device_count(ctx) > 1:
-        reason = "each device's part of it is lowered, by its own shapes, while XLA splits the program"
-        notes.add(f"jtops_{name}", "decided by XLA's partitioner", reason, platform)
+        notes.add_partitioned(f"jtops_{name}", platform)
     local = functools.partial(_run_kernel, call, platform)
     return partition.lower(ctx, *args, axes=call.mesh_axes(), name=name, local=local)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtops.core.call import triton_call
+from jtops.core.compat import kernel_function
 from jtops.core.target import Target
 
 
@@ -50,6 +51,12 @@ class Config:
 
     def __repr__(self):
         return f"Config({', '.join(f'{k}={v}' for k, v in self._items if v is not None)})"
+
+
+def stages_that_fit(target: Target, stages: int, nbytes: int) -> int:
+    """So many stages, or as many as the target's shared memory holds, where each but one has `nbytes` on their way."""
+    spare = 8192  # for reductions
+    return max(1, min(stages, 1 + (target.max_shared_bytes - spare) // nbytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +106,7 @@ class Launch:
     def __call__(self, kernel, *args, out_type, grid, config: Config, name: str = "", flops: int = 0, **kwargs):
         """`triton_call` with the name, target, mode and cost of this launch."""
         arrays = [x for x in (*args, *kwargs.values(), *jax.tree.leaves(out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
+        names = kernel_function(kernel).arg_names
         moved = sum(int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize for x in arrays)
         return triton_call(
             *args,
@@ -109,6 +117,6 @@ class Launch:
             compute_capability=str(self.target),
             interpret=self.interpret,
             cost_estimate={"flops": flops, "bytes_accessed": moved},
-            **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in kernel.arg_names},  # others size the grid
+            **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in names},  # others size the grid
             **kwargs,
         )

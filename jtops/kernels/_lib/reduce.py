@@ -43,7 +43,7 @@ def sum_parts(launch: Launch, arrays: list[jax.Array], dtypes: list) -> list[jax
     if parts == 1 or not arrays:
         return [a[:, 0].astype(dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
     block_n = 32 if n >= 2048 else 16
-    config = Config(BLOCK_M=min(next_power_of_2(parts), 4096 // block_n), BLOCK_N=block_n, num_warps=4)
+    config = Config(BLOCK_M=min(next_power_of_2(parts), 256), BLOCK_N=block_n, num_warps=8)
     return launch(
         _sum_parts_kernel, *arrays, **({} if len(arrays) == 2 else {"b_ptr": None, "b_total_ptr": None}), parts=parts, n=n,
         config=config, name=f"{launch.stage}_sum", flops=sum(a.size for a in arrays),

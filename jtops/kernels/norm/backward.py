@@ -89,9 +89,9 @@ def _backward_kernel(
         if dbias_ptr is not None:
             dbias += g
     if dscale_ptr is not None:
-        tl.store(dscale_ptr + pid * n + cols, tl.sum(dscale, 0), mask=cols < n)
+        tl.store(dscale_ptr + pid * n + cols, tl.sum(dscale, 0).to(dscale_ptr.dtype.element_ty), mask=cols < n)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + pid * n + cols, tl.sum(dbias, 0), mask=cols < n)
+        tl.store(dbias_ptr + pid * n + cols, tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty), mask=cols < n)
 
 
 @triton.jit
@@ -129,9 +129,11 @@ def _sums_kernel(
         if dbias_ptr is not None:
             dbias += g
     if dscale_ptr is not None:
-        tl.store(dscale_ptr + (group * parts + part) * n + cols, tl.sum(dscale, 0), mask=cols < n)
+        total = tl.sum(dscale, 0).to(dscale_ptr.dtype.element_ty)
+        tl.store(dscale_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + (group * parts + part) * n + cols, tl.sum(dbias, 0), mask=cols < n)
+        total = tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty)
+        tl.store(dbias_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
 
 
 @triton.jit
@@ -162,11 +164,11 @@ def _dx_kernel(
 def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
     """No fused multiply-add: it would subtract the rounded mean(w) from the unrounded w, and what should cancel would not.
 
-    With 16 elements a thread, what a program carries fits 128 registers (sm_90, without spills), so that two share a multiprocessor;
-    left alone, the compiler takes 163.
+    With 16 elements a thread, what a program carries fits 128 registers (sm_90, without spills), so that two programs share a
+    multiprocessor; left alone, the compiler takes 163.
     """
     elements = config["BLOCK_M"] * config["BLOCK_N"] // (32 * config["num_warps"])
-    limit = {"maxnreg": 128} if launch.target.platform == "cuda" and elements <= 16 else {}
+    limit = {"maxnreg": 128} if launch.target.platform == "cuda" and elements <= 16 and config["num_warps"] <= 16 else {}
     return {"enable_fp_fusion": False, **limit}
 
 
@@ -190,13 +192,15 @@ def backward(launch: Launch, operands, saved, cotangents):
     arrays = {"x_ptr": x, "scale_ptr": scale, "g_ptr": g, "mean_ptr": mean[0] if mean else None, "rstd_ptr": rstd}
     numbers: dict[str, Any] = {"n": n, "scale_offset": launch.options["scale_offset"], "UNIT": unit(n)}
     numbers |= rows_of("scale", scale_rows[0])
-    written = dict(zip(("dscale", "dbias"), (*wanted, False), strict=False))
-    config = launch.config or backward_config(r, n, x.dtype.itemsize, sum(wanted))
+    parameters = operands[2 if adds else 1 :]
+    written = {"dscale": None, "dbias": None}
+    written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
+    config = launch.config or backward_config(launch.target, r, n, x.dtype.itemsize, 2 if dsum is None else 3)
     numbers["backend_options"] = _backend_options(launch, config)
     run = _rows if n <= config["BLOCK_N"] else _long
     dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)
-    parameters = _totals(launch, partial, group_rows, scale_rows, operands[2 if adds else 1 :], wanted)
-    return *([dx if w else None for w in launch.wanted[:2]] if adds else [dx]), *parameters
+    totals = _totals(launch, partial, group_rows, scale_rows, parameters, wanted)
+    return *([dx if w else None for w in launch.wanted[:2]] if adds else [dx]), *totals
 
 
 def _parts(config: Config, groups: int, group_rows: int, blocks: int = 1) -> tuple[int, int]:
@@ -211,11 +215,11 @@ def _rows(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     r, n = arrays["x_ptr"].shape
     groups = r // group_rows
     parts, tiles = _parts(config, groups, group_rows)
-    sums = jax.ShapeDtypeStruct((groups, parts, n), jnp.float32)
     dx, *partial = launch(
-        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows, **absent(written),
+        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
+        **absent(_asked(written)),
         config=config, flops=16 * r * n, STAGES=config["num_stages"] or 1, grid=groups * parts,
-        out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype)] + [sums] * sum(written.values()),
+        out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype), *_sum_types(groups, parts, n, written)],
     )  # fmt: skip
     return dx, partial
 
@@ -226,12 +230,12 @@ def _long(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     groups, blocks = r // group_rows, cdiv(n, config["BLOCK_N"])
     parts, tiles = _parts(config, groups, group_rows, blocks)
     centred = arrays["mean_ptr"] is not None
-    sums, shares = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((groups, parts, n), (r, blocks)))
+    shares = jax.ShapeDtypeStruct((r, blocks), jnp.float32)
     *partial, sum_wx = launch(
         _sums_kernel, **arrays, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
-        **absent({**written, "sum_w": centred}), name=f"{launch.stage}_sums", config=config, flops=10 * r * n,
+        **absent(_asked(written) | {"sum_w": centred}), name=f"{launch.stage}_sums", config=config, flops=10 * r * n,
         STAGES=config["num_stages"] or 1, grid=groups * parts * blocks,
-        out_type=[sums] * sum(written.values()) + [shares] * (1 + centred),
+        out_type=_sum_types(groups, parts, n, written) + [shares] * (1 + centred),
     )  # fmt: skip
     block = config["BLOCK_M"] * config["BLOCK_N"]
     (dx,) = launch(
@@ -242,11 +246,23 @@ def _long(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     return dx, partial
 
 
+def _asked(written: dict[str, Any]) -> dict[str, bool]:
+    return {name: dtype is not None for name, dtype in written.items()}
+
+
+def _sum_types(groups: int, parts: int, n: int, written: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+    """Sums of parts are float32; what needs no second stage has its parameter's dtype at once."""
+    done = groups == parts == 1
+    return [
+        jax.ShapeDtypeStruct((groups, parts, n), dtype if done else jnp.float32) for dtype in written.values() if dtype is not None
+    ]
+
+
 def _totals(launch: Launch, partial, group_rows: int, rows, parameters, wanted) -> list:
     """Gradients of scale and bias from sums [groups, parts, n]."""
     if not partial:
         return [None] * len(wanted)
-    groups, _, n = partial[0].shape
+    groups = partial[0].shape[0]
     given = [p for p, w in zip(parameters, wanted, strict=True) if w]
     totals = iter(sum_parts(launch, partial, [p.dtype if groups == 1 else jnp.float32 for p in given]))
 

@@ -28,14 +28,14 @@ def parameter(ptr, rows, cols, mask, n, inner, own, EACH: tl.constexpr):
     if EACH:
         p = tl.load(ptr + own_row(rows, inner, own)[:, None] * n + cols[None, :], mask=mask, other=0.0)
     else:
-        p = tl.load(ptr + cols, mask=cols < n, other=0.0)[None, :]
+        p = tl.load(ptr + cols, mask=cols < n, other=0.0, eviction_policy="evict_last")[None, :]
     return p.to(tl.float32)
 
 
 @triton.jit
-def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask):
+def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, EVICT: tl.constexpr):
     """A float32 tile of x; of x + residual as it is stored, where there is a residual."""
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if residual_ptr is not None:
         x = (x + tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + offsets, x, mask=mask)
@@ -66,7 +66,7 @@ def _forward_kernel(
         rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < r)[:, None] & (cols < n)[None, :]
         offsets = rows[:, None] * n + cols[None, :]
-        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask)
+        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, "evict_first")
         if CENTRED:
             mean = mean_of(tl.sum(x, 1), n)
             x = tl.where((cols < n)[None, :], x - mean[:, None], 0.0)
@@ -125,7 +125,7 @@ def _long_forward_kernel(
         squares = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + i * BLOCK_N + lanes
-            x = _input(x_ptr, residual_ptr, sum_ptr, base + cols, cols < last)
+            x = _input(x_ptr, residual_ptr, sum_ptr, base + cols, cols < last, "")
             if CENTRED:
                 step = tl.where(cols < last, x - means, 0.0)
                 means += step * (1.0 / tl.full((), i + 1, tl.float32))
@@ -166,13 +166,13 @@ def _long_forward_kernel(
             if residual_ptr is not None and STATISTICS:
                 x = tl.load(sum_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)
             else:
-                x = tl.load(x_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)
+                x = tl.load(x_ptr + base + cols, mask=cols < last, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = (x - mean) * rstd
             if scale_ptr is not None:
                 y = y * (tl.load(scale_ptr + scale_base + cols, mask=cols < last, other=0.0).to(tl.float32) + scale_offset)
             if bias_ptr is not None:
                 y = y + tl.load(bias_ptr + bias_base + cols, mask=cols < last, other=0.0).to(tl.float32)
-            tl.store(y_ptr + base + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last)
+            tl.store(y_ptr + base + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
 def absent(present: dict[str, bool]) -> dict[str, Any]:
@@ -187,16 +187,16 @@ def rows_of(name: str, rows: Rows | None) -> dict[str, Any]:
 
 def forward(launch: Launch, x, *others):
     """Launcher of all four ops; of those that add, the residual comes after x, and their sum after the result."""
-    residual, parameters, parameter_rows = None, others, launch.rows[1:]
+    residual: Any = None
+    parameters, parameter_rows = others, launch.rows[1:]
     if adds := launch.op.startswith("add_"):
-        residual, *parameters = launch.rows[1].full(others[0]), *others[1:]
-        parameter_rows = launch.rows[2:]
+        residual, parameters, parameter_rows = launch.rows[1].full(others[0]), others[1:], launch.rows[2:]
     scale, bias = (*parameters, None)[:2]
     scale_rows, bias_rows = (*parameter_rows, None)[:2]
     x = launch.rows[0].full(x)
     r, n = x.shape
     centred = launch.op.endswith("layer_norm")
-    config = launch.config or forward_config(r, n, x.dtype.itemsize)
+    config = launch.config or forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if adds:
         results["sum"] = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, residual.dtype))
@@ -235,30 +235,22 @@ def _long(launch: Launch, config: Config, arrays, results, numbers) -> dict[str,
     r, n = x.shape
     per_split = cdiv(cdiv(n, block), max(1, config["PROGRAMS"] // r)) * block
     splits = cdiv(n, per_split)
-    shared = {"config": config, "flops": 8 * r * n, "grid": r * splits, "splits": splits, "per_split": per_split}
-    shared |= {**numbers, "SPLITS": next_power_of_2(splits)}
-    statistics: dict[str, Any] = {"means_ptr": None, "squares_ptr": None}
-    of = lambda names: [results[name] for name in names]
+    shared = {**numbers, "config": config, "flops": 8 * r * n, "grid": r * splits, "splits": splits, "per_split": per_split}
+    shared |= {"SPLITS": next_power_of_2(splits), "means_ptr": None, "squares_ptr": None}
+
+    def run(given, wanted: dict[str, jax.ShapeDtypeStruct], **more):
+        missing = absent({name: name in wanted for name in ("y", "sum", "mean", "rstd", "part_means", "part_squares")})
+        out = launch(_long_forward_kernel, **given, **{**shared, **more}, **missing, out_type=list(wanted.values()))
+        return dict(zip(wanted, out, strict=True))
+
     if splits == 1:
-        out = launch(
-            _long_forward_kernel, **arrays, **statistics, **shared, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
-            part_means_ptr=None, part_squares_ptr=None, out_type=of(results), STATISTICS=True, APPLY=True,
-        )  # fmt: skip
-        return dict(zip(results, out, strict=True))
-    early = [name for name in results if name == "sum"]
+        return run(arrays, results, STATISTICS=True, APPLY=True)
+    early = {name: t for name, t in results.items() if name == "sum"}
+    late = {name: t for name, t in results.items() if name != "sum"}
     parts = ["part_means", "part_squares"][not numbers["CENTRED"] :]
-    part = jax.ShapeDtypeStruct((r, splits), jnp.float32)
-    out = launch(
-        _long_forward_kernel, **{**arrays, "scale_ptr": None, "bias_ptr": None}, **statistics, **shared, name=f"{launch.stage}_statistics",
-        **absent({"y": False, "sum": bool(early), "mean": False, "rstd": False, "part_means": numbers["CENTRED"]}),
-        out_type=of(early) + [part] * len(parts), STATISTICS=True, APPLY=False,
-    )  # fmt: skip
-    done = dict(zip([*early, *parts], out, strict=True))
-    late = [name for name in results if name not in early]
-    out = launch(
-        _long_forward_kernel, **{**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None},
-        means_ptr=done.get("part_means"), squares_ptr=done["part_squares"], **shared,
-        **absent({"sum": False, **{name: name in late for name in ("mean", "rstd")}, "part_means": False, "part_squares": False}),
-        out_type=of(late), STATISTICS=False, APPLY=True,
-    )  # fmt: skip
-    return done | dict(zip(late, out, strict=True))
+    part = dict.fromkeys(parts, jax.ShapeDtypeStruct((r, splits), jnp.float32))
+    without = {**arrays, "scale_ptr": None, "bias_ptr": None}
+    done = run(without, early | part, STATISTICS=True, APPLY=False, name=f"{launch.stage}_statistics")
+    ready = {**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None}
+    got = run(ready, late, STATISTICS=False, APPLY=True, means_ptr=done.get("part_means"), squares_ptr=done["part_squares"])
+    return done | got

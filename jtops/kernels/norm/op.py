@@ -166,7 +166,7 @@ def add_layer_norm(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-    """``(layer_norm(x + residual, scale, bias), x + residual)`` in one pass over memory: the step between two blocks of a transformer.
+    """``(layer_norm(x + residual, scale, bias), x + residual)`` in one pass over memory: the step between blocks of a transformer.
 
     The sum is rounded to its dtype before it is normalised, so that the two results are those of the two ops. Everything else is
     as in `layer_norm`. The gradient takes the cotangents of both results, in one pass as well; x and residual share it.

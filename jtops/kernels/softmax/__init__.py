@@ -1,5 +1,5 @@
-"""softmax."""
+"""softmax, log_softmax and logsumexp."""
 
-from jtops.kernels.softmax.op import softmax
+from jtops.kernels.softmax.op import log_softmax, logsumexp, softmax
 
-__all__ = ["softmax"]
+__all__ = ["log_softmax", "logsumexp", "softmax"]

@@ -20,12 +20,15 @@ from jtops.kernels.softmax.config import rows_config
 
 @triton.jit
 def taking_part(where_ptr, base, cols, inside, WHERE_N: tl.constexpr):
-    """The mask of elements that are inside and that `where` lets take part; without WHERE_N it has one element a row."""
+    """The mask of elements that are inside and that `where` lets take part.
+
+    Without WHERE_N it has one element a row; `own_row` has kept these in bounds.
+    """
     if where_ptr is not None:
         if WHERE_N:
             inside = inside & (tl.load(where_ptr + base + cols, mask=inside, other=0) != 0)
         else:
-            inside = inside & (tl.load(where_ptr + base + tl.zeros_like(cols), mask=inside, other=0) != 0)
+            inside = inside & (tl.load(where_ptr + base) != 0)
     return inside
 
 
@@ -50,21 +53,21 @@ def result(x, mask, m, s, OP: tl.constexpr):
 
 
 @triton.jit
-def gradient(a, g, lse, first, mask, OP: tl.constexpr):
+def gradient(a, g, top, log, first, mask, OP: tl.constexpr):
     """dx of a tile. softmax: y * (g - sum(y g) / sum(y)), a being y: rounded as it is, y need not sum to 1, and this keeps the
-    gradient of a constant cotangent at 0. log_softmax: g - p sum(g); logsumexp: p g; a being x, p = exp(x - lse)."""
+    gradient of a constant cotangent at 0. log_softmax: g - p sum(g); logsumexp: p g; a being x, p = exp(x - top - log)."""
     if OP == "softmax":
         dx = a * (g - first)
     elif OP == "log_softmax":
-        dx = g - tl.exp(a - lse) * first
+        dx = g - tl.exp(a - top - log) * first
     else:
-        dx = tl.exp(a - lse) * first
+        dx = tl.exp(a - top - log) * first
     return tl.where(mask, dx, 0.0)
 
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, where_ptr, y_ptr, lse_ptr, r, n, tiles, programs, where_inner, where_own,
+    x_ptr, where_ptr, y_ptr, top_ptr, log_ptr, r, n, tiles, programs, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -86,20 +89,22 @@ def _forward_kernel(
             tl.store(y_ptr + rows, (m + tl.log(s)).to(y_ptr.dtype.element_ty), mask=rows < r)
         else:
             tl.store(y_ptr + offsets, result(x, mask, m[:, None], s[:, None], OP).to(y_ptr.dtype.element_ty), mask=inside)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + rows, m + tl.log(s), mask=rows < r)
+        if top_ptr is not None:
+            tl.store(top_ptr + rows, m, mask=rows < r)
+            tl.store(log_ptr + rows, tl.log(s), mask=rows < r)
 
 
 @triton.jit
 def _long_forward_kernel(
-    x_ptr, where_ptr, maxima_ptr, sums_ptr, y_ptr, lse_ptr, part_maxima_ptr, part_sums_ptr,
+    x_ptr, where_ptr, maxima_ptr, sums_ptr, y_ptr, top_ptr, log_ptr, part_maxima_ptr, part_sums_ptr,
     n, splits, per_split, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr, AXIS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
 
-    Loop invariant of the first pass: a thread's vectors so far have maximum m and sum s of exp(x - m); threads meet only after it.
+    Loop invariant of the first pass: what a thread has read so far has maximum m and sum s of exp(x - m); threads meet only after
+    it. VECTOR elements of a thread are neighbours (AXIS 1), or, where rows are not aligned for that, neighbours of other threads'.
     The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -109,7 +114,10 @@ def _long_forward_kernel(
     last = tl.minimum(first + per_split, n)
     blocks = tl.cdiv(last - first, BLOCK_N)
     where_base = own_row(row, where_inner, where_own) * (n if WHERE_N else 1)
-    lanes = tl.arange(0, BLOCK_N // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    if AXIS == 1:
+        lanes = tl.arange(0, BLOCK_N // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    else:
+        lanes = tl.arange(0, VECTOR)[:, None] * (BLOCK_N // VECTOR) + tl.arange(0, BLOCK_N // VECTOR)[None, :]
     if STATISTICS:
         m = tl.full((BLOCK_N // VECTOR,), -float("inf"), tl.float32)
         s = tl.zeros((BLOCK_N // VECTOR,), tl.float32)
@@ -117,9 +125,9 @@ def _long_forward_kernel(
             cols = first + i * BLOCK_N + lanes
             mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
             x = tl.load(x_ptr + row * n + cols, mask=mask, other=-float("inf")).to(tl.float32)
-            m_new = tl.maximum(m, tl.max(x, 1))
+            m_new = tl.maximum(m, tl.max(x, AXIS))
             safe = finite(m_new, OP)
-            s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - safe[:, None]), 1)
+            s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - tl.expand_dims(safe, AXIS)), AXIS)
             m = m_new
     else:
         parts = tl.arange(0, SPLITS)
@@ -135,20 +143,21 @@ def _long_forward_kernel(
         if split == 0:
             if OP == "logsumexp":
                 tl.store(y_ptr + row, (safe_top + tl.log(total)).to(y_ptr.dtype.element_ty))
-            if lse_ptr is not None:
-                tl.store(lse_ptr + row, safe_top + tl.log(total))
+            if top_ptr is not None:
+                tl.store(top_ptr + row, safe_top)
+                tl.store(log_ptr + row, tl.log(total))
         if OP != "logsumexp":
             for i in tl.range(0, blocks, num_stages=STAGES):
                 cols = first + (blocks - 1 - i) * BLOCK_N + lanes
                 mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
                 x = tl.load(x_ptr + row * n + cols, mask=mask, other=-float("inf")).to(tl.float32)
                 y = result(x, mask, safe_top, total, OP)
-                tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last)
+                tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
 @triton.jit
 def _backward_kernel(
-    a_ptr, g_ptr, lse_ptr, where_ptr, dx_ptr, r, n, tiles, programs, where_inner, where_own,
+    a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, dx_ptr, r, n, tiles, programs, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -164,9 +173,10 @@ def _backward_kernel(
         mask = taking_part(where_ptr, where_base, cols, inside, WHERE_N)
         offsets = rows[:, None] * n + cols
         a = tl.load(a_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        lse = 0.0
-        if lse_ptr is not None:
-            lse = tl.load(lse_ptr + rows, mask=rows < r, other=0.0)[:, None]
+        top, log = 0.0, 0.0
+        if top_ptr is not None:
+            top = tl.load(top_ptr + rows, mask=rows < r, other=0.0)[:, None]
+            log = tl.load(log_ptr + rows, mask=rows < r, other=0.0)[:, None]
         if OP == "logsumexp":
             g = 0.0
             weight = tl.load(g_ptr + rows, mask=rows < r, other=0.0).to(tl.float32)
@@ -177,13 +187,13 @@ def _backward_kernel(
                 weight = tl.sum(a * g, 1) / tl.where(total == 0.0, 1.0, total)
             else:
                 weight = tl.sum(g, 1)
-        dx = gradient(a, g, lse, weight[:, None], mask, OP)
+        dx = gradient(a, g, top, log, weight[:, None], mask, OP)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _long_backward_kernel(
-    a_ptr, g_ptr, lse_ptr, where_ptr, totals_ptr, weights_ptr, dx_ptr, part_totals_ptr, part_weights_ptr,
+    a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, totals_ptr, weights_ptr, dx_ptr, part_totals_ptr, part_weights_ptr,
     n, splits, per_split, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
     UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -212,8 +222,7 @@ def _long_backward_kernel(
                 weights += y * g
             else:
                 weights += g
-        weight = tl.sum(weights, 0)
-        total = tl.sum(totals, 0)
+        weight, total = tl.sum(weights, 0), tl.sum(totals, 0)
         if not APPLY:
             tl.store(part_weights_ptr + pid, weight)
             if OP == "softmax":
@@ -226,9 +235,10 @@ def _long_backward_kernel(
     if APPLY:
         if OP == "softmax":
             weight = weight / tl.where(total == 0.0, 1.0, total)
-        lse = 0.0
-        if lse_ptr is not None:
-            lse = tl.load(lse_ptr + row)
+        top, log = 0.0, 0.0
+        if top_ptr is not None:
+            top = tl.load(top_ptr + row)
+            log = tl.load(log_ptr + row)
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + (blocks - 1 - i) * BLOCK_N + lanes
             mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
@@ -236,8 +246,8 @@ def _long_backward_kernel(
             g = 0.0
             if OP != "logsumexp":
                 g = tl.load(g_ptr + row * n + cols, mask=mask, other=0.0).to(tl.float32)
-            dx = gradient(a, g, lse, weight, mask, OP)
-            tl.store(dx_ptr + row * n + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < last)
+            dx = gradient(a, g, top, log, weight, mask, OP)
+            tl.store(dx_ptr + row * n + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
 def _absent(**present: bool) -> dict[str, Any]:
@@ -259,73 +269,60 @@ def _shared(launch: Launch, where, n: int, config: Config) -> dict[str, Any]:
     }
 
 
-def _tiles(config: Config, r: int) -> dict[str, int]:
+def _tiles(config: Config, r: int) -> dict[str, Any]:
     """-> the grid of whole rows, and what its kernels must know of it."""
     total = cdiv(r, config["BLOCK_M"])
     programs = min(config["PROGRAMS"], total)
     return {"r": r, "tiles": cdiv(total, programs), "programs": programs, "grid": programs}
 
 
-def _split(config: Config, r: int, n: int, once: bool) -> dict[str, int]:
-    """-> the grid of long rows, and what its kernels must know of it; `once`: rows need no statistics, and may be split at will."""
+def _split(config: Config, r: int, n: int) -> dict[str, Any]:
+    """-> the grid of long rows, and what its kernels must know of it."""
     block = config["BLOCK_N"]
     per_split = cdiv(cdiv(n, block), max(1, config["PROGRAMS"] // r)) * block
-    if once:
-        per_split = block
     splits = cdiv(n, per_split)
     return {"splits": splits, "per_split": per_split, "SPLITS": next_power_of_2(splits), "grid": r * splits}
 
 
-def forward(launch: Launch, x, where):
-    """Launcher of the forward of all three ops."""
-    x = launch.rows[0].full(x)
+def forward(launch: Launch, x, where, keeps: bool):
+    """x [r, n] -> the result; and if it `keeps` them, the maxima and the logarithms of the sums."""
     r, n = x.shape
-    config = launch.config or rows_config(r, n, x.dtype.itemsize, 1)
+    config = launch.config or rows_config(launch.target, r, n, x.dtype.itemsize, 1)
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
     results = [jax.ShapeDtypeStruct((r,) if launch.op == "logsumexp" else (r, n), x.dtype)]
-    keeps = launch.residuals and launch.op != "softmax"
-    lse = [jax.ShapeDtypeStruct((r,), jnp.float32)] * keeps
+    results += [jax.ShapeDtypeStruct((r,), jnp.float32)] * (2 * keeps)
     if n <= config["BLOCK_N"]:
-        return launch(_forward_kernel, x, **shared, **_absent(lse=keeps), **_tiles(config, r), out_type=results + lse)
-    shared |= {**_split(config, r, n, False), "VECTOR": min(16 // x.dtype.itemsize, config["BLOCK_N"])}
+        return launch(_forward_kernel, x, **shared, **_absent(top=keeps, log=keeps), **_tiles(config, r), out_type=results)
+    shared |= {**_split(config, r, n), "VECTOR": min(16 // x.dtype.itemsize, config["BLOCK_N"])}
+    shared["AXIS"] = int(n * x.dtype.itemsize % 16 == 0)
+    late = shared | _absent(top=keeps, log=keeps, part_maxima=False, part_sums=False) | {"out_type": results}
     if shared["splits"] == 1:
-        return launch(
-            _long_forward_kernel, x, **shared, maxima_ptr=None, sums_ptr=None, STATISTICS=True, APPLY=True, out_type=results + lse,
-            **_absent(lse=keeps, part_maxima=False, part_sums=False),
-        )  # fmt: skip
+        return launch(_long_forward_kernel, x, **late, maxima_ptr=None, sums_ptr=None, STATISTICS=True, APPLY=True)
     part = jax.ShapeDtypeStruct((r, shared["splits"]), jnp.float32)
     maxima, sums = launch(
         _long_forward_kernel, x, **shared, maxima_ptr=None, sums_ptr=None, STATISTICS=True, APPLY=False, out_type=[part, part],
-        name=f"{launch.stage}_statistics", **_absent(y=False, lse=False),
+        name=f"{launch.stage}_statistics", **_absent(y=False, top=False, log=False),
     )  # fmt: skip
-    return launch(
-        _long_forward_kernel, x, **shared, maxima_ptr=maxima, sums_ptr=sums, STATISTICS=False, APPLY=True, out_type=results + lse,
-        **_absent(lse=keeps, part_maxima=False, part_sums=False),
-    )  # fmt: skip
+    return launch(_long_forward_kernel, x, **late, maxima_ptr=maxima, sums_ptr=sums, STATISTICS=False, APPLY=True)
 
 
-def backward(launch: Launch, operands, saved, cotangents):
-    """Launcher of the backward of all three ops."""
-    (x, where), (g,), kept = operands, cotangents, list(saved)
-    a, lse = (kept[0], None) if launch.op == "softmax" else (launch.rows[0].full(x), kept[-1])
+def backward(launch: Launch, a, g, top, log, where):
+    """a [r, n] and g, of its shape or [r] -> dx."""
     r, n = a.shape
-    config = launch.config or rows_config(r, n, a.dtype.itemsize, 2)
+    config = launch.config or rows_config(launch.target, r, n, a.dtype.itemsize, 2)
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
-    out = [jax.ShapeDtypeStruct((r, n), a.dtype)]
+    out = jax.ShapeDtypeStruct((r, n), a.dtype)
     if n <= config["BLOCK_N"]:
-        return *launch(_backward_kernel, a, g, lse, **shared, **_tiles(config, r), out_type=out), None
-    shared |= _split(config, r, n, launch.op == "logsumexp")
-    none = {"totals_ptr": None, "weights_ptr": None}
-    no_parts = _absent(part_totals=False, part_weights=False)
+        return launch(_backward_kernel, a, g, top, log, **shared, **_tiles(config, r), out_type=out)
+    shared |= _split(config, r, n)
+    late = shared | _absent(part_totals=False, part_weights=False) | {"out_type": out}
+    none: dict[str, Any] = {"totals_ptr": None, "weights_ptr": None}
     if shared["splits"] == 1 or launch.op == "logsumexp":
-        return *launch(
-            _long_backward_kernel, a, g, lse, **shared, **none, **no_parts, STATISTICS=True, APPLY=True, out_type=out
-        ), None
-    part = jax.ShapeDtypeStruct((r, shared["splits"]), jnp.float32)
-    soft = launch.op == "softmax"
+        return launch(_long_backward_kernel, a, g, top, log, **late, **none, STATISTICS=True, APPLY=True)
+    part, soft = jax.ShapeDtypeStruct((r, shared["splits"]), jnp.float32), launch.op == "softmax"
     *totals, weights = launch(
-        _long_backward_kernel, a, g, lse, **shared, **none, STATISTICS=True, APPLY=False, out_type=[part] * (1 + soft),
-        name=f"{launch.stage}_statistics", dx_ptr=None, **_absent(part_totals=soft),
+        _long_backward_kernel, a, g, top, log, **shared, **none, STATISTICS=True, APPLY=False, out_type=[part] * (1 + soft),
+        name=f"{launch.stage}_statistics", **_absent(dx=False, part_totals=soft),
     )  # fmt: skip
-    done = {"totals_ptr": totals[0] if soft else None, "weights_ptr": weights}
-    return *launch(_long_backward_kernel, a, g, lse, **shared, **done, **no_parts, STATISTICS=False, APPLY=True, out_type=out), None
+    done: dict[str, Any] = {"totals_ptr": totals[0] if soft else None, "weights_ptr": weights}
+    return launch(_long_backward_kernel, a, g, top, log, **late, **done, STATISTICS=False, APPLY=True)

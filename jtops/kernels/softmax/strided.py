@@ -1,0 +1,176 @@
+"""Kernels of the softmax family along an axis whose elements are strided: x is [b, n, i], neighbours in memory are of axis i."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jtops.core.compat import tl, triton
+from jtops.core.sizes import cdiv
+from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.launch import Launch
+from jtops.kernels.softmax.config import strided_config
+from jtops.kernels.softmax.rows import finite, gradient, result
+
+
+@triton.jit
+def _tile(i, first_n, base, n, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """-> offsets and mask of a BLOCK_N x BLOCK_M tile of x, and its indices along both axes."""
+    offs_n = first_n + tl.arange(0, BLOCK_N)[:, None]
+    offs_i = i * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return base + offs_n.to(tl.int64) * inner + offs_i, (offs_n < n) & (offs_i < inner), offs_n, offs_i
+
+
+@triton.jit
+def _taking_part(where_ptr, base, offs_n, offs_i, inside, n, inner, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr):
+    """The mask of elements that are inside and that `where`, which may have size 1 along either axis, lets take part."""
+    if where_ptr is not None:
+        if WHERE_N and WHERE_I:
+            where = tl.load(where_ptr + base + offs_n.to(tl.int64) * inner + offs_i, mask=inside, other=0)
+        elif WHERE_N:
+            where = tl.load(where_ptr + base + offs_n, mask=offs_n < n, other=0)
+        elif WHERE_I:
+            where = tl.load(where_ptr + base + offs_i, mask=offs_i < inner, other=0)
+        else:
+            where = tl.load(where_ptr + base)
+        inside = inside & (where != 0)
+    return inside
+
+
+@triton.jit
+def _strided_forward_kernel(
+    x_ptr, where_ptr, y_ptr, top_ptr, log_ptr, n, inner, where_size, where_inner, where_own,
+    OP: tl.constexpr, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, ONE_BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M neighbours along i, all of n.
+
+    Loop invariant of the first pass: m and s are each column's maximum and sum of exp(x - m) so far.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    inner = multiple_of(inner, UNIT)
+    blocks = tl.cdiv(inner, BLOCK_M)
+    b, i = pid // blocks, (pid % blocks).to(tl.int32)
+    base = b * n * inner
+    where_base = own_row(b, where_inner, where_own) * where_size
+    columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    offsets, inside, offs_n, offs_i = _tile(i, 0, base, n, inner, BLOCK_M, BLOCK_N)
+    if ONE_BLOCK:
+        mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
+        x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+        m = tl.max(x, 0)
+        s = tl.sum(tl.exp(x - finite(m, OP)[None, :]), 0)
+    else:
+        m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        s = tl.zeros((BLOCK_M,), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
+            mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
+            x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+            m_new = tl.maximum(m, tl.max(x, 0))
+            safe = finite(m_new, OP)
+            s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - safe[None, :]), 0)
+            m = m_new
+    base_m = finite(m, OP)
+    if OP == "logsumexp":
+        tl.store(y_ptr + b * inner + columns, (base_m + tl.log(s)).to(y_ptr.dtype.element_ty), mask=columns < inner)
+    if top_ptr is not None:
+        tl.store(top_ptr + b * inner + columns, base_m, mask=columns < inner)
+        tl.store(log_ptr + b * inner + columns, tl.log(s), mask=columns < inner)
+    if OP != "logsumexp":
+        if ONE_BLOCK:
+            y = result(x, mask, base_m[None, :], s[None, :], OP)
+            tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+        else:
+            for start in range(0, n, BLOCK_N):
+                offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
+                mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
+                x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+                y = result(x, mask, base_m[None, :], s[None, :], OP)
+                tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _strided_backward_kernel(
+    a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, dx_ptr, n, inner, where_size, where_inner, where_own,
+    OP: tl.constexpr, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program as in the forward: a pass for the sums over n, and one for dx, of what is in the cache by then."""
+    pid = tl.program_id(0).to(tl.int64)
+    inner = multiple_of(inner, UNIT)
+    blocks = tl.cdiv(inner, BLOCK_M)
+    b, i = pid // blocks, (pid % blocks).to(tl.int32)
+    base = b * n * inner
+    where_base = own_row(b, where_inner, where_own) * where_size
+    columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    if OP == "logsumexp":
+        weight = tl.load(g_ptr + b * inner + columns, mask=columns < inner, other=0.0).to(tl.float32)
+    else:
+        totals = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        weights = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, n, BLOCK_N):
+            offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
+            mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
+            g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            if OP == "softmax":
+                y = tl.load(a_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+                totals += y
+                weights += y * g
+            else:
+                weights += g
+        weight = tl.sum(weights, 0)
+        if OP == "softmax":
+            total = tl.sum(totals, 0)
+            weight = weight / tl.where(total == 0.0, 1.0, total)
+    top, log = 0.0, 0.0
+    if top_ptr is not None:
+        top = tl.load(top_ptr + b * inner + columns, mask=columns < inner, other=0.0)[None, :]
+        log = tl.load(log_ptr + b * inner + columns, mask=columns < inner, other=0.0)[None, :]
+    for start in range(0, n, BLOCK_N):
+        offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
+        mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
+        a = tl.load(a_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        g = 0.0
+        if OP != "logsumexp":
+            g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        dx = gradient(a, g, top, log, weight[None, :], mask, OP)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def _arguments(launch: Launch, x, where):
+    b, n, inner = x.shape
+    config = launch.config or strided_config(b, n, inner, x.dtype.itemsize)
+    rows = launch.rows[1]
+    return config, {
+        "where_ptr": where,
+        "n": n,
+        "inner": inner,
+        "where_size": 1 if where is None else where.shape[1] * where.shape[2],
+        "where_inner": rows.inner if rows else 1,
+        "where_own": rows.own if rows else 1,
+        "OP": launch.op,
+        "WHERE_N": where is not None and where.shape[1] != 1,
+        "WHERE_I": where is not None and where.shape[2] != 1,
+        "UNIT": unit(inner),
+        "config": config,
+        "flops": 5 * x.size,
+        "grid": b * cdiv(inner, config["BLOCK_M"]),
+    }
+
+
+def forward(launch: Launch, x, where, keeps: bool):
+    """x [b, n, i], where the same with fewer rows or sizes of 1 -> result; if it `keeps` them, maxima and logarithms of sums."""
+    b, n, inner = x.shape
+    config, arguments = _arguments(launch, x, where)
+    results = [jax.ShapeDtypeStruct((b, inner) if launch.op == "logsumexp" else x.shape, x.dtype)]
+    results += [jax.ShapeDtypeStruct((b, inner), jnp.float32)] * (2 * keeps)
+    absent: dict[str, Any] = {} if keeps else {"top_ptr": None, "log_ptr": None}
+    one = n <= config["BLOCK_N"]
+    return launch(_strided_forward_kernel, x, **arguments, **absent, ONE_BLOCK=one, out_type=results)
+
+
+def backward(launch: Launch, a, g, top, log, where):
+    """a [b, n, i] and g, of its shape or [b, i] -> dx."""
+    _, arguments = _arguments(launch, a, where)
+    return launch(_strided_backward_kernel, a, g, top, log, **arguments, out_type=jax.ShapeDtypeStruct(a.shape, a.dtype))

@@ -1,0 +1,123 @@
+"""Case 60: programs for a GPU that is not there are exported, kept and loaded; every process lowers them to the same bytes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jtops
+from tests.kernels import lowered
+from tests.specs import SPECS, draw, function, some_ops
+
+LAUNCH = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
+ROOT = Path(__file__).parents[2]
+
+
+def program(spec):
+    """Value and gradients of an op's small case."""
+    f = function(spec, spec.small)
+
+    def g(*operands):
+        where = [i for i, x in enumerate(operands) if x is not None and jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def of(*moved):
+            full = list(operands)
+            for i, x in zip(where, moved, strict=True):
+                full[i] = x
+            return f(*full)
+
+        value, pullback = jax.vjp(of, *(operands[i] for i in where))
+        return value, pullback(value)
+
+    return jax.jit(g)
+
+
+@some_ops
+@pytest.mark.spec("compile and export for a target without that GPU")
+def test_export_for_a_gpu_that_is_not_there(spec):
+    operands = draw(spec, spec.small)
+    with pytest.raises(jtops.UnsupportedError, match=r'needs to know the GPU.*jtops.config.target\("sm_90"\)'):
+        jax.export.export(program(spec), platforms=("cuda",), disabled_checks=[LAUNCH])(*operands)
+    with jtops.config.target("sm_90"):
+        exported = jax.export.export(program(spec), platforms=("cuda",), disabled_checks=[LAUNCH])(*operands)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert loaded.platforms == ("cuda",)
+    assert loaded.mlir_module() == exported.mlir_module()
+    assert loaded.mlir_module().count("triton_kernel_call_ffi") >= 2
+
+
+@some_ops
+def test_export_for_the_cpu(spec):
+    operands = draw(spec, spec.small)
+    loaded = jax.export.deserialize(jax.export.export(program(spec))(*operands).serialize())
+    for got, want in zip(jax.tree.leaves(loaded.call(*operands)), jax.tree.leaves(program(spec)(*operands)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+def test_a_loaded_program_gives_the_same_numbers():
+    for spec in SPECS.values():
+        operands = draw(spec, spec.small)
+        exported = jax.export.export(program(spec), platforms=("cuda",), disabled_checks=[LAUNCH])(*operands)
+        loaded = jax.export.deserialize(exported.serialize())
+        for got, want in zip(jax.tree.leaves(loaded.call(*operands)), jax.tree.leaves(program(spec)(*operands)), strict=True):
+            np.testing.assert_array_equal(got, want, err_msg=spec.name)
+
+
+def texts() -> str:
+    """Every op's program, as text."""
+    return "\n".join(lowered.text(program(spec), *draw(spec, spec.small)) for spec in SPECS.values())
+
+
+@pytest.mark.slow
+@pytest.mark.spec("two launch paths, byte-stable lowered text")
+def test_every_op_is_the_same_text_in_two_processes(tmp_path):
+    """No address, time, path or hash seed is in a program, nor in the launch records it holds."""
+    found = []
+    for i in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": i, "TRITON_CACHE_DIR": str(tmp_path / i), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-W", "ignore", "-c", "from tests.kernels import test_export as t; print(t.texts())"]
+        run = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+        assert run.returncode == 0, run.stderr[-2000:]
+        found.append(run.stdout)
+    assert found[0] == found[1]
+    assert found[0].count("triton_kernel_call_ffi") >= 2 * len(SPECS)
+    assert str(tmp_path) not in found[0]
+    assert str(ROOT) not in found[0]
+
+
+CACHED = """
+import sys
+import jax, jax.numpy as jnp, jtops
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+f = jax.jit(lambda x: jtops.softmax(jtops.layer_norm(x), implementation="interpret"))
+y = f(jnp.arange(64.0).reshape(4, 16))
+print(y.sum(), hits.count("/jax/compilation_cache/cache_hits"))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_hits_jaxs_cache(tmp_path):
+    """The interpreter's calls are in programs that JAX keeps on disk, and run when they come from there."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    env.pop("XLA_FLAGS", None)
+    said = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", CACHED], capture_output=True, text=True, env=env, cwd=ROOT, check=False
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+        said.append(run.stdout.split())
+    assert said[0][0] == said[1][0]
+    assert int(said[1][1]) > int(said[0][1])
