@@ -96,7 +96,7 @@ def work(what: str) -> dict:
     start, used = time.perf_counter(), cpu_seconds()
     if what == "step":
         text = lower(train_step, parameters(), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)).as_text()
-        more = {"text_bytes": len(text), "launches_in_text": text.count("triton_kernel_call_ffi")}
+        more = {"text_bytes": len(text), "launches_in_text": text.count("custom_call @")}
     else:
         with concurrent.futures.ThreadPoolExecutor(1 if what == "one by one" else os.cpu_count()) as pool:
             list(pool.map(one_config, CONFIGS))

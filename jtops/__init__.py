@@ -7,6 +7,7 @@ from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.explain import explain
+from jtops.core.lowering import export_checks
 from jtops.core.sharded import ShardingRule, sharded_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
@@ -30,6 +31,7 @@ __all__ = [
     "config",
     "errors",
     "explain",
+    "export_checks",
     "flash_attention",
     "layer_norm",
     "log_softmax",

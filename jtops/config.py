@@ -9,10 +9,10 @@
 
     with jtops.config.target("sm_90"):
         lowered = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
-        exported = jax.export.export(
-            jax.jit(f), platforms=("cuda",),
-            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")],
-        )(x)
+        exported = jax.export.export(jax.jit(f), platforms=("cuda",), disabled_checks=jtops.export_checks)(x)
+
+(JAX has to be told that a program may hold launches, which it knows nothing about. A program that must load in later versions of
+XLA is better exported under ``jtops.config.launch("ffi")``, which is jaxlib's own interface.)
 
 With ``jtops.config.launch("ptx")`` the name to allow is ``"__gpu$xla.gpu.ptx"``.
 (A program for an AMD GPU holds the path of a file that lives as long as this process: lower it, do not export it.)

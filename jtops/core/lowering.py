@@ -9,6 +9,7 @@ import tempfile
 import zlib
 
 import jax
+import jax.export
 import numpy as np
 from jax.interpreters import mlir
 
@@ -20,6 +21,7 @@ from jtops.core.types import Descriptor, Operand, Result, Scalar, array_of, leav
 from jtops.errors import UnsupportedError
 
 LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
+export_checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (LAUNCH_TARGET, ptx_launch.TARGET)]
 _INTERPRETED = 'interpret=True, implementation="interpret" or jtops_implementation asks for it'
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -208,8 +209,7 @@ def test_one_plain_launch_is_emitted(gpu):
     """Of several configs, none but the settled one is in the program, so that it exports and is stored like any other."""
     assert lowered.launches(called, X) == {"scaled": 1}
     with jtops.config.target("sm_90"):
-        allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
-        exported = jax.export.export(jax.jit(called), platforms=("cuda",), disabled_checks=allowed)(KIND)
+        exported = jax.export.export(jax.jit(called), platforms=("cuda",), disabled_checks=jtops.export_checks)(KIND)
     assert jax.export.deserialize(exported.serialize()).in_avals == exported.in_avals
     assert len(gpu.timed) == 1
 
@@ -778,8 +778,7 @@ def test_a_loop_of_launches():
 
 @pytest.mark.gpu
 def test_a_tuned_kernel_exports():
-    allowed = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
-    exported = jax.export.export(jax.jit(called), platforms=("cuda",), disabled_checks=allowed)(KIND)
+    exported = jax.export.export(jax.jit(called), platforms=("cuda",), disabled_checks=jtops.export_checks)(KIND)
     np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(X), X * 2)
     assert autotune.decisions()[0].source == "timed"
 

@@ -48,7 +48,7 @@ def test_a_named_target():
     assert (launch.name, launch.kernel, launch.target, launch.grid) == ("double_kernel", "double_kernel", "sm_90", (4, 1, 1))
     assert launch.constants == {"BLOCK": 256}
     assert (launch.options["num_warps"], launch.options["num_stages"]) == (8, 3)
-    assert launch.path == "triton_kernel_call_ffi"
+    assert launch.path == "__gpu$xla.gpu.ptx"
     assert launch.shared_bytes == launch.spill_bytes == 0
     assert 0 < launch.registers < 64
     assert dataclasses.asdict(launch)["reason"] == "the program is for cuda"

@@ -109,7 +109,7 @@ def test_outputs_may_stand_before_operands(interpret):
 def aliases(text):
     """(result, operand) pairs of the one launch in `text`, and what it takes and gives."""
     found = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d*)\], operand_index = (\d+)", text)
-    types = re.search(r"custom_call @triton_kernel_call_ffi\((.*?)\).*\) -> (.*)", text)
+    types = re.search(lowered.CALL + r"\((.*?)\).*\) -> (.*)", text)
     return [(int(o or 0), int(i)) for o, i in found], types[1].count("%"), types[2].count("tensor<")
 
 

@@ -208,7 +208,6 @@ def test_an_xla_without_the_call(monkeypatch):
     monkeypatch.setattr(compat, "ptx_call_refused", lambda target: f"no custom call {target}")
     with pytest.raises(jtops.UnsupportedError, match="this process' XLA refuses the call: no custom call __gpu"):
         lowered_by("ptx", fresh(affine), X)
-    monkeypatch.setattr(ptx_launch, "AUTOMATIC", "ptx")
     assert "triton_kernel_call_ffi" in lowered_by(None, fresh(affine), X)
 
 

@@ -173,9 +173,8 @@ def test_lowered_and_exported_for_a_gpu():
     """Explicit axes: the launch is of a device's part, and the program holds no address."""
     m = mesh(AxisType.Explicit)
     with jax.set_mesh(m), jtops.config.target("sm_90"):
-        checks = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
         f = jax.jit(center("keyword", False))
-        exported = jax.export.export(f, platforms=("cuda",), disabled_checks=checks)(put(X, m, "x"), W)
+        exported = jax.export.export(f, platforms=("cuda",), disabled_checks=jtops.export_checks)(put(X, m, "x"), W)
     assert "(tensor<2x24xf32>, tensor<24xf32>) -> (tensor<2x24xf32>, tensor<2xf32>)" in exported.mlir_module()
     assert jax.export.deserialize(exported.serialize()).nr_devices == 8
 

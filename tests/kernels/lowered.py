@@ -11,6 +11,8 @@ import jtops
 from jtops.core import lowering
 from jtops.core.compile import compile_kernel
 
+CALL = r"custom_call @(?:triton_kernel_call_ffi|__gpu\$xla\.gpu\.ptx)"  # a launch, by either path
+
 
 def text(f, *operands, target="sm_90", platform="cuda") -> str:
     with jtops.config.target(target):

@@ -116,7 +116,7 @@ def test_case_22_transposed_operands(implementation):
 def results(f, *operands):
     """Types of what the kernels of `f` write."""
     text = lowered.text(f, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in operands))
-    return re.findall(r"custom_call @triton_kernel_call_ffi.*-> \(?(.*?)\)?\n", text)
+    return re.findall(lowered.CALL + r".*-> \(?(.*?)\)?\n", text)
 
 
 def test_rows_that_share_b_are_one_product():
