@@ -294,6 +294,7 @@ def test_prints(capfd):
 
 
 @modes
+@pytest.mark.spec("the interpreter on any host")
 @pytest.mark.parametrize("case", CASES)
 def test_python_in_kernels(case, interpret):
     kernel, args, constants, out, want = CASES[case]
