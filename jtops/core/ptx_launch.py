@@ -16,8 +16,8 @@ from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Result, Scalar, le
 from jtops.errors import UnsupportedError
 
 TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: compat asks the XLA at hand whether it has it
-# The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch, CUDA graphs on and off: ptx 2.3 and
-# 5.9, ffi 4.3 and 6.7, and 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py).
+# The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch, CUDA graphs on and off: ptx
+# 2.3 and 5.9, ffi 4.3 and 6.7, and 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py).
 AUTOMATIC = "ptx"
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
 
@@ -31,15 +31,28 @@ def chosen_text(call, compiled, buffers: int) -> str | None:
     if (call.launch or AUTOMATIC) == "ffi":
         return None
     try:
-        if (refused := compat.ptx_call_refused(TARGET)) is not None:
-            raise UnfitError(f"this process' XLA refuses the call: {refused}")
-        return kernel_text(call, compiled, buffers)
+        return _text(call, compiled, buffers)
     except UnfitError as reason:
         if call.launch is None:
             return None
         raise UnsupportedError(
             f'kernel {call.name}: jtops.config.launch("ptx") was asked for, but {reason}. Use "ffi", or None, which chooses.'
         ) from None
+
+
+def unfit(call, compiled, buffers: int) -> str | None:
+    """Why this path does not serve the call; None if it does."""
+    try:
+        _text(call, compiled, buffers)
+    except UnfitError as reason:
+        return str(reason)
+    return None
+
+
+def _text(call, compiled, buffers: int) -> str:
+    if (refused := compat.ptx_call_refused(TARGET)) is not None:
+        raise UnfitError(f"this process' XLA refuses the call: {refused}")
+    return kernel_text(call, compiled, buffers)
 
 
 def kernel_text(call, compiled, buffers: int) -> str:
