@@ -135,7 +135,7 @@ class _Problem:
 
     def function(self, candidate: Candidate, **changes) -> tuple[Callable, list]:
         """A candidate as a function of its arrays alone, and their types."""
-        bound = self.bind(candidate, **changes)
+        bound = self.bind(candidate, **({"interpret": False} | changes))  # the worker does not see the caller's settings
         leaves, tree = jax.tree.flatten((bound.args, {k: v for k, v in bound.keywords.items() if k in self.plan.params}))
         where = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
         avals = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in where]

@@ -90,7 +90,8 @@ def _compile_ttir(ttir, backend, options, compute_capability, last: str) -> tupl
     if compute_capability is not None and Target.parse(compute_capability) != Target.parse(backend.target.arch):
         raise ValueError(f"compute_capability {compute_capability} is not the backend's, {backend.target.arch}.")
     failing = {"ttir": "TTIR->TTGIR", "ttgir": "TTIR->TTGIR", "llir": "TTGIR->LLIR"}
-    module, metadata, texts = ttir, {}, {}  # type: ignore[var-annotated]
+    module, texts = ttir, {}
+    metadata = {"target": backend.target, **vars(options)}  # what Triton's own driver of the passes starts with
     for stage, run in compat.compiler_stages(backend, options).items():
         before = module
         try:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -308,3 +309,11 @@ def test_tritons_disk_cache_is_where_it_says(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     lowered.text(lambda x: affine(x, out_type=x, BLOCK=32, num_warps=8), X)
     assert [path.name for path in tmp_path.rglob("*.ptx")] == ["affine_kernel.ptx"]
+
+
+def test_nobody_else_uses_older_names():
+    """Only triton_call's keywords pass through them."""
+    package = Path(jtops.__file__).parent
+    imports = re.compile(r"^\s*(import|from) .*\blegacy", re.MULTILINE)
+    users = {str(p.relative_to(package)) for p in package.rglob("*.py") if imports.search(p.read_text())}
+    assert users == {"core/call.py", "core/legacy.py"}

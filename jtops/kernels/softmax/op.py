@@ -177,8 +177,8 @@ def softmax(
         others are moved to the end first.
       where: boolean, broadcastable to `x`: elements that take part. The others are 0, have gradient 0 and may hold anything.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
-      config: blocks ``BLOCK_M`` (rows) and ``BLOCK_N`` (elements of a row) of a tile; ``PROGRAMS``: at most so many share the work.
-        None: chosen by size.
+      config: blocks ``BLOCK_N`` (elements along the axis) and ``BLOCK_M`` (rows; or neighbours, where the axis is not the last) of
+        a tile; ``PROGRAMS``: at most so many share the rows. None: chosen by size.
 
     Returns:
       Array of the shape and dtype of `x`.
@@ -213,8 +213,8 @@ def log_softmax(
         others are moved to the end first.
       where: boolean, broadcastable to `x`: elements that take part. The others are -inf, have gradient 0 and may hold anything.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
-      config: blocks ``BLOCK_M`` (rows) and ``BLOCK_N`` (elements of a row) of a tile; ``PROGRAMS``: at most so many share the work.
-        None: chosen by size.
+      config: blocks ``BLOCK_N`` (elements along the axis) and ``BLOCK_M`` (rows; or neighbours, where the axis is not the last) of
+        a tile; ``PROGRAMS``: at most so many share the rows. None: chosen by size.
 
     Returns:
       Array of the shape and dtype of `x`.
@@ -251,8 +251,8 @@ def logsumexp(
       where: boolean, broadcastable to `a`: elements that take part. The others have gradient 0 and may hold anything.
       keepdims: keep the reduced axes, with size 1.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
-      config: blocks ``BLOCK_M`` (rows) and ``BLOCK_N`` (elements of a row) of a tile; ``PROGRAMS``: at most so many share the work.
-        None: chosen by size.
+      config: blocks ``BLOCK_N`` (elements along the axis) and ``BLOCK_M`` (rows; or neighbours, where the axis is not the last) of
+        a tile; ``PROGRAMS``: at most so many share the rows. None: chosen by size.
 
     Returns:
       Array of the dtype of `a`, without the reduced axes.
