@@ -37,10 +37,10 @@ def lower_gpu(ctx, *operands, call, platform):
         )
     compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
     inner, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
-    text = ptx_launch.chosen_text(call, compiled, buffers=len(inner.avals_in) + len(inner.avals_out))
+    buffers = len(inner.avals_in) + len(inner.avals_out)
+    text = ptx_launch.chosen_text(call, compiled, buffers)
     path = LAUNCH_TARGET if text is None else ptx_launch.TARGET
-    why = f"the program is for {platform}" + (f'; jtops.config.launch("{call.launch}")' if call.launch else "")
-    notes.add(call.name, path, why, platform, call, compiled)
+    notes.add(call.name, path, functools.partial(_why, call, compiled, platform, buffers), platform, call, compiled)
     if text is not None:
         results = ptx_launch.lower(inner, values, call, compiled, text, aliases)
     else:
@@ -49,6 +49,15 @@ def lower_gpu(ctx, *operands, call, platform):
         rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
         results = rule(inner, *values, opaque=stored_zlib(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
+
+
+def _why(call, compiled, platform, buffers) -> str:
+    """Why a kernel is launched, and by the path that it is, for `explain`."""
+    said = f"the program is for {platform}"
+    if call.launch:
+        return f'{said}; jtops.config.launch("{call.launch}")'
+    reason = ptx_launch.unfit(call, compiled, buffers)
+    return f"{said}; not by XLA's own call: {reason}" if reason else said
 
 
 def lower_host(ctx, *operands, call):

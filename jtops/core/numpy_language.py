@@ -47,6 +47,9 @@ class Language:
         yield tl.core._reduce_with_indices, self._reduce_with_indices
         yield tl.map_elementwise, self._map_elementwise
         yield tl.static_range, lambda *args, **named: range(*(int(unwrapped(a)) for a in (*args, *named.values())))
+        formats = lambda x: tl.constexpr(x) if isinstance(x, str) else x  # the one builtin that insists on constexpr
+        scaled = self._bind(tl.dot_scaled)
+        yield tl.dot_scaled, lambda *a, **named: scaled(*map(formats, a), **{k: formats(v) for k, v in named.items()})
         yield tl.static_print, print
         yield tl.static_assert, self._static_assert
         yield tl.condition, lambda condition, **_: condition

@@ -122,6 +122,25 @@ _CHANGES = {
 }  # fmt: skip
 
 
+def scaled(data: np.ndarray, kind: str, packed: int, scale: Any, transposed: bool = False) -> np.ndarray:
+    """The float32 values of an operand in an OCP microscaling format: fp4 are two to a byte along axis `packed`, the first in the
+    lower bits; each number of `scale`, powers of two by their exponent, is for a group of elements of the axis that is summed."""
+    if kind == "E2M1":
+        low, high = np.moveaxis(data & 15, packed, -1), np.moveaxis(data >> 4, packed, -1)
+        data = np.moveaxis(np.stack([low, high], -1).reshape(*low.shape[:-1], -1), -1, packed)
+        data = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)[data]
+    values = data.astype(np.float32)
+    if scale is None:
+        return values
+    factors = scale.data
+    if factors.dtype.kind in "iu":
+        exponent = factors.astype(np.uint8).astype(np.int32) - 127
+        factors = np.where(exponent == 128, np.nan, np.ldexp(np.float32(1), exponent))
+    values = np.swapaxes(values, -1, -2) if transposed else values
+    values = values * np.repeat(factors.astype(np.float32), values.shape[-1] // factors.shape[-1], -1)
+    return np.swapaxes(values, -1, -2) if transposed else values
+
+
 def make_builder(base: Any, state: Any) -> Any:
     """Triton's NumPy builder with true bf16 and fp8 arithmetic, checked memory, and its position per thread."""
 
@@ -249,6 +268,11 @@ def make_builder(base: Any, state: Any) -> Any:
             wide = [x.data.astype(np.float32) if short_name(x.dtype.scalar).startswith(low) else x.data for x in (a, b)]
             product = np.matmul(*wide, dtype=np.float32 if d.data.dtype.kind == "f" and d.data.itemsize < 8 else d.data.dtype)
             return handle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+        def create_dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, _, a_k_pack, b_k_pack, acc):
+            left = scaled(plain(a), a_format.name, -1 if a_k_pack else -2, a_scale)
+            right = scaled(plain(b), b_format.name, -2 if b_k_pack else -1, b_scale, transposed=True)
+            return handle(np.matmul(left, right) + acc.data, acc.dtype.scalar)
 
         def create_inline_asm(self, *_):
             raise NotImplementedError(

@@ -31,15 +31,28 @@ def chosen_text(call, compiled, buffers: int) -> str | None:
     if (call.launch or AUTOMATIC) == "ffi":
         return None
     try:
-        if (refused := compat.ptx_call_refused(TARGET)) is not None:
-            raise UnfitError(f"this process' XLA refuses the call: {refused}")
-        return kernel_text(call, compiled, buffers)
+        return _text(call, compiled, buffers)
     except UnfitError as reason:
         if call.launch is None:
             return None
         raise UnsupportedError(
             f'kernel {call.name}: jtops.config.launch("ptx") was asked for, but {reason}. Use "ffi", or None, which chooses.'
         ) from None
+
+
+def unfit(call, compiled, buffers: int) -> str | None:
+    """Why this path does not serve the call; None if it does."""
+    try:
+        _text(call, compiled, buffers)
+    except UnfitError as reason:
+        return str(reason)
+    return None
+
+
+def _text(call, compiled, buffers: int) -> str:
+    if (refused := compat.ptx_call_refused(TARGET)) is not None:
+        raise UnfitError(f"this process' XLA refuses the call: {refused}")
+    return kernel_text(call, compiled, buffers)
 
 
 def kernel_text(call, compiled, buffers: int) -> str:

@@ -24,6 +24,13 @@ def double_kernel(x_ptr, o_ptr, n, BLOCK: tl.constexpr):
 X = jnp.ones((16, 64))
 
 
+@pytest.fixture(autouse=True)
+def usual_launch():
+    """Whatever path the test run asks for."""
+    with jtops.config.launch(None):
+        yield
+
+
 def doubled(x, **kwargs):
     return jtops.triton_call(x, n=x.size, kernel=double_kernel, out_type=x, grid=(x.size // 256,), BLOCK=256, num_warps=8, **kwargs)
 
@@ -110,10 +117,15 @@ def shared_out(x):
 
 
 def test_launch_paths():
-    with jtops.config.target("sm_90"), jtops.config.launch("ptx"):
-        (launch,) = jtops.explain(doubled, X)
-    assert launch.path == "__gpu$xla.gpu.ptx"
-    assert launch.reason == 'the program is for cuda; jtops.config.launch("ptx")'
+    for asked, path in (("ptx", "__gpu$xla.gpu.ptx"), ("ffi", "triton_kernel_call_ffi")):
+        with jtops.config.target("sm_90"), jtops.config.launch(asked):
+            (launch,) = jtops.explain(doubled, X)
+        assert launch.path == path
+        assert launch.reason == f'the program is for cuda; jtops.config.launch("{asked}")'
+    with jtops.config.target("sm_90"):
+        (launch,) = jtops.explain(lambda x: doubled(x, zeroed_outputs=(0,)), X)
+    assert launch.path == "triton_kernel_call_ffi"
+    assert "not by XLA's own call: it has outputs to be zeroed" in launch.reason
 
 
 def test_several_devices():
@@ -135,7 +147,7 @@ def test_prints_as_a_table():
     assert head.split() == ["name", "kernel", "blocks", "options", "grid", "target", "path", "shared", "registers", "reason"]
     assert set(rule) == {"-"}
     assert len(rows) == 2
-    assert re.search(r"double_kernel +double_kernel +BLOCK=256 +num_warps=8 num_stages=3 +4x1x1 +sm_90 +triton_kernel", rows[0])
+    assert re.search(r"double_kernel +double_kernel +BLOCK=256 +num_warps=8 num_stages=3 +4x1x1 +sm_90 +__gpu", rows[0])
     assert repr(jtops.explain(jnp.sin, X)).startswith("no kernel of jtops")
 
 

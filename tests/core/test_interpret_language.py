@@ -271,6 +271,7 @@ def bits_kernel(x_ptr, o_ptr, N: tl.constexpr):
 ALL = ["bool", *INTS, *FLOATS, *FP8]
 
 
+@pytest.mark.spec("the interpreter on any host")
 @pytest.mark.parametrize("source", ALL)
 def test_casts(source):
     """Every pair of formats that Triton casts between, of numbers both hold."""
@@ -518,6 +519,38 @@ def test_dot(dtype, out, out_dtype):
         for acc in (True, False):
             got = run(dot_kernel, a, b, c, out=((16, 16), out), PRECISION=precision, ACC=acc, OUT=out_dtype)
             same(got, product + acc * c)
+
+
+@triton.jit
+def scaled_kernel(a_ptr, as_ptr, b_ptr, bs_ptr, o_ptr, A: tl.constexpr, B: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr):
+    m, g = tl.arange(0, 16)[:, None], tl.arange(0, 2)[None, :]
+    a = tl.load(a_ptr + m * KA + tl.arange(0, KA)[None, :])
+    b = tl.load(b_ptr + tl.arange(0, KB)[:, None] * 16 + tl.arange(0, 16)[None, :])
+    y = tl.dot_scaled(a, tl.load(as_ptr + m * 2 + g), A, b, tl.load(bs_ptr + m * 2 + g), B)
+    tl.store(o_ptr + m * 16 + tl.arange(0, 16)[None, :], y)
+
+
+def mx(kind, shape, axis, seed):
+    """Random bits of a microscaling format, packed along `axis`; the float32 values they stand for."""
+    rng = np.random.default_rng(seed)
+    if kind != "e2m1":
+        x = rng.integers(-8, 8, shape).astype(dtype_of({"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[kind]))
+        return x.view(np.uint8), x.astype(np.float32)
+    codes = rng.integers(0, 16, shape).astype(np.uint8)
+    low, high = (np.take(codes, range(k, shape[axis], 2), axis) for k in (0, 1))
+    return low | high << 4, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+
+
+@pytest.mark.parametrize(("left", "right"), [("e4m3", "e5m2"), ("e2m1", "e2m1"), ("e4m3", "e2m1")])
+def test_dot_scaled(left, right):
+    """Values of groups of 32 along the summed axis share a power of two."""
+    (a, a_values), (b, b_values) = mx(left, (16, 64), 1, 0), mx(right, (64, 16), 0, 1)
+    exponents = [np.random.default_rng(k).integers(124, 131, (16, 2)).astype(np.uint8) for k in (2, 3)]
+    powers = [np.repeat(e.view(ml_dtypes.float8_e8m0fnu).astype(np.float32), 32, 1) for e in exponents]
+    got = run(
+        scaled_kernel, a, exponents[0], b, exponents[1], out=((16, 16), "float32"), A=left, B=right, KA=a.shape[1], KB=b.shape[0]
+    )
+    same(got, (a_values * powers[0]) @ (b_values * powers[1].T))
 
 
 @triton.jit

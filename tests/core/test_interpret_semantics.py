@@ -213,6 +213,12 @@ def persistent_kernel(x_ptr, o_ptr, n, BLOCK: tl.constexpr, FUNCTION: tl.constex
         tl.store(o_ptr + i, x, mask=i < n)
 
 
+@triton.jit
+def options_kernel(o_ptr, n, num_stages: tl.constexpr, num_warps: tl.constexpr):
+    for i in tl.range(n, num_stages=num_stages):
+        tl.store(o_ptr + i, num_warps * 10 + num_stages)
+
+
 def hailstone(n):
     steps = 0
     while n > 1:
@@ -254,6 +260,7 @@ CASES = {
     "loops": (loops_kernel, (X,), {"n": 7, "N": N}, X, np.full(N, 28 + X[:7:2].sum() + 3 + hailstone(7))),
     "map_elementwise": (map_kernel, (X,), {"N": N}, X, np.where(X > 1, X, -X * 2)),
     "own reductions": (own_reduction_kernel, (W,), {"N": N}, X, W.max() + W.argmax() + best_so_far(W)),
+    "launch options": (options_kernel, (), {"n": 7, "num_warps": 8, "num_stages": 2}, POS[:7], [82] * 7),
     "builtins": (builtins_kernel, (X,), {"n": 5, "N": N}, X, np.maximum(X, 0.5) + 3 + N + 3 + np.minimum(X, 1)),
 }  # fmt: skip
 
@@ -294,6 +301,7 @@ def test_prints(capfd):
 
 
 @modes
+@pytest.mark.spec("the interpreter on any host")
 @pytest.mark.parametrize("case", CASES)
 def test_python_in_kernels(case, interpret):
     kernel, args, constants, out, want = CASES[case]
