@@ -16,8 +16,8 @@ from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Result, Scalar, le
 from jtops.errors import UnsupportedError
 
 TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: compat asks the XLA at hand whether it has it
-# The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch with and without CUDA graphs: ptx
-# 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py).
+# The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch with and without CUDA graphs:
+# ptx 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py).
 AUTOMATIC = "ptx"
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
 
