@@ -301,7 +301,7 @@ def test_scan_and_cond(interpret):
 @pytest.mark.spec("has_side_effect")
 def test_names_and_costs_reach_the_program():
     text = lowered.text(lambda x: added(x, Y, n=300, name="my_add", cost_estimate={"flops": 300, "bytes_accessed": 3600}), X)
-    assert re.search(r"flops\W+22: 300", text)
+    assert re.search(r"flops\S* 300", text)
     assert lowered.launches(lambda x: added(x, Y, n=300, name="my_add"), X) == {"my_add": 1}
     assert "has_side_effect = true" in lowered.text(lambda x: added(x, Y, n=300, has_side_effect=True), X)
 
