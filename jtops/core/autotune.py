@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import os
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 
 from jtops import config
-from jtops.core import cache, compat, target, timing, tuning_table
+from jtops.core import agreement, cache, compat, target, timing, tuning_table
 from jtops.core.configs import Candidate, Plan, constant_text, is_array
 from jtops.core.sizes import next_power_of_2
 from jtops.core.tuning_table import export_table, import_table
@@ -30,7 +29,6 @@ from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 
 __all__ = ["Decision", "call", "decisions", "export_table", "import_table", "is_decorated"]
 
-TIMEOUT_SECONDS = 600  # how long a process waits for process 0, which may have to compile and time
 log = logging.getLogger("jtops.tuning")
 
 
@@ -173,7 +171,7 @@ class _Problem:
         """The author's first candidate that compiles; nothing is compiled where no target is known."""
         errors = {}
         for label in self.labels:
-            if self.target is None or (error := self.compile(label)) is None:
+            if self.target is None or (error := _apart(self.compile, label)) is None:
                 break
             errors[label] = error
         else:
@@ -203,8 +201,8 @@ class _Problem:
             with self.context():
                 return timing.measure({k: f for k, (f, _) in functions.items()}, functions[labels[0]][1], self.device)
 
-        with _timing, concurrent.futures.ThreadPoolExecutor(1) as thread:  # a new thread is in no trace
-            found = thread.submit(work).result()
+        with _timing:
+            found = _apart(work)
         failed = {k: v for k, v in found.items() if isinstance(v, Exception)}
         for label, error in failed.items():
             log.warning("kernel %s: config (%s) is skipped, it does not run: %s", self.kernel, label, error)
@@ -223,6 +221,12 @@ class _Problem:
         return KernelCompileError(
             f"kernel {self.kernel}: none of its {len(errors)} configs is valid for {self.target}:{''.join(lines)}"
         )
+
+
+def _apart(function: Callable, *args) -> Any:
+    """``function(*args)`` in a thread of its own: it is in no trace, no mesh and no setting of the caller's."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
 
 
 def _described(plan: Plan) -> str:
@@ -257,34 +261,12 @@ def _settled(problem: _Problem) -> Candidate:
 
 
 def _decide(problem: _Problem, policy: str) -> Decision:
-    shared = compat.distributed_client()
-    if shared is None:
-        return _decide_alone(problem, policy)
-    client, process = shared
+    decide = lambda: _decide_alone(problem, policy)
+    if (shared := compat.distributed_client()) is None:
+        return decide()
     name = f"jtops/tuning/{policy}/{tuning_table.digest(problem.kernel + problem.text)}"
-    if process == 0:
-        try:
-            made = _decide_alone(problem, policy)
-        except Exception as error:
-            client.key_value_set(name, json.dumps({"error": str(error)}), allow_overwrite=True)
-            raise
-        client.key_value_set(name, json.dumps({"fingerprint": problem.fingerprint, "config": made.config}), allow_overwrite=True)
-        return made
-    try:
-        said = json.loads(client.blocking_key_value_get(name, TIMEOUT_SECONDS * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        raise JtopsError(
-            f"kernel {problem.kernel}: process {process} heard no config from process 0 in {TIMEOUT_SECONDS} s: every process must "
-            "trace the same calls. A call that only some make takes its config by keyword."
-        ) from error
-    if "error" in said:
-        raise JtopsError(f"kernel {problem.kernel}: process 0 found no config: {said['error']}")
-    if said["fingerprint"] != problem.fingerprint:
-        raise JtopsError(
-            f"kernel {problem.kernel}: process 0 runs another version of it than process {process} (source, configs or Triton "
-            f"differ: {said['fingerprint']}, {problem.fingerprint}). Install the same code on every host."
-        )
-    return problem._decision(said["config"], "process 0")
+    made = agreement.of_process_0(shared, name, problem.kernel, problem.fingerprint, decide)
+    return made if isinstance(made, Decision) else problem._decision(made, "process 0")
 
 
 def _decide_alone(problem: _Problem, policy: str) -> Decision:

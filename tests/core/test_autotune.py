@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core import autotune, cache, compat, target, timing, tuning_table
+from jtops.core import agreement, autotune, cache, compat, target, timing, tuning_table
 from jtops.core.compat import tl, triton
 from tests.kernels import lowered
 
@@ -313,6 +313,12 @@ def test_a_table_that_cannot_be_written(gpu, tmp_path, monkeypatch, caplog):
     assert "Set JTOPS_TUNING_DIR" in caplog.text
 
 
+def test_explain_shows_what_is_emitted_alone():
+    with jtops.config.target("sm_90"):
+        text = str(jtops.explain(called, X))
+    assert text.count("BLOCK=64") == 1
+
+
 @triton.jit
 def asserting(x_ptr, o_ptr, n, BLOCK: tl.constexpr):
     tl.static_assert(BLOCK < 256, "too large")
@@ -588,25 +594,33 @@ class Store:
 
 
 def test_process_0_decides(gpu, monkeypatch, tmp_path):
-    store, process = Store(), 0
-    monkeypatch.setattr(compat, "distributed_client", lambda: (store, process))
-    process = 1
+    store, this = Store(), 0
+    monkeypatch.setattr(compat, "distributed_client", lambda: (store, this))
+
+    def process(number):
+        nonlocal this
+        this = number
+        cache.clear()
+        monkeypatch.setattr(agreement, "_asked", {})
+        monkeypatch.setenv("JTOPS_TUNING_DIR", str(tmp_path / f"of host {number}"))
+
+    process(1)
     with pytest.raises(jtops.errors.JtopsError, match="process 1 heard no config from process 0 in 600 s"):
         settled(called, X)
-    process = 0
-    assert settled(called, X)[0]["BLOCK"] == 128
-    gpu.fastest, process = "BLOCK=256", 1
-    cache.clear()
-    monkeypatch.setenv("JTOPS_TUNING_DIR", str(tmp_path / "of host 1"))
-    assert settled(called, X)[0]["BLOCK"] == 128
-    assert len(gpu.timed) == 1
-    assert autotune.decisions()[0].source == "process 0"
-    cache.clear()
+    twins = [triton.autotune(configs[:k], key=["n"])(plain) for k in (3, 2)]  # as from a factory: one name, two kernels
+    process(0)
+    assert [settled(functools.partial(called, kernel=k), X)[0]["BLOCK"] for k in twins] == [128, 128]
+    gpu.fastest = "BLOCK=256"
+    process(1)
+    assert [settled(functools.partial(called, kernel=k), X)[0]["BLOCK"] for k in twins] == [128, 128]
+    assert len(gpu.timed) == 2
+    assert {d.source for d in autotune.decisions()} == {"process 0"}
+    process(1)
     with pytest.raises(jtops.errors.JtopsError, match="process 0 runs another version of it than process 1"):
-        settled(functools.partial(called, kernel=triton.autotune(configs[:2], key=["n"])(plain)), X)
-    process = 0
+        settled(functools.partial(called, kernel=triton.autotune(configs[1:], key=["n"])(plain)), X)
     broken = triton.autotune([triton.Config({"BLOCK": b}) for b in (256, 512)], key=[])(asserting)
-    for process, match in ((0, "none of its 2 configs"), (1, "process 0 found no config: .*none of its 2 configs")):  # noqa: B007
+    for number, match in ((0, "none of its 2 configs"), (1, "process 0 found no config: .*none of its 2 configs")):
+        process(number)
         with pytest.raises(jtops.errors.JtopsError, match=match):
             settled(functools.partial(called, kernel=broken), X)
 
@@ -615,14 +629,14 @@ DISTRIBUTED = """
 import sys, jax
 process, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
-from jtops.core import autotune, target, timing
+from jtops.core import agreement, autotune, target, timing
 from jtops.errors import JtopsError
 from tests.core import test_autotune as t
 target.present = lambda: t.GPU
 timing.measure = lambda calls, *_: {name: float("BLOCK=256" not in name) for name in calls} if process == 0 else 1 / 0
 print(t.settled(t.called, t.X)[0]["BLOCK"], autotune.decisions()[0].source)
 if process == 1:
-    autotune.TIMEOUT_SECONDS = 1
+    agreement.TIMEOUT_SECONDS = 1
     try:
         t.settled(t.called, t.X[:77])
     except JtopsError as error:
