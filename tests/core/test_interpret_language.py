@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core import binding, interpret
+from jtops.core import binding, compat, interpret
 from jtops.core.compat import tl, triton
 from jtops.errors import InterpreterError
 
@@ -28,6 +28,7 @@ def dtype_of(name):
 def run(kernel, *args, out, grid=(1, 1, 1), **constants):
     """The kernel on NumPy arrays, without JAX around it: `out` is (shape, dtype) or a list of them."""
     outs = [np.zeros(shape, dtype_of(dtype)) for shape, dtype in (out if isinstance(out, list) else [out])]
+    kernel = compat.kernel_function(kernel)
     bound, arrays, _ = binding.bind(kernel, args, constants, (), outs, {})
     before = [a.copy() for a in arrays]
     interpret.run(kernel, bound, grid, arrays, outs)

@@ -1,6 +1,10 @@
 """What Python says in a kernel means what compiled Triton takes it to mean, by the interpreter here and by the GPU there."""
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -414,3 +418,13 @@ def test_random_numbers(seed, interpret):
     assert abs(uniform.mean() - 0.5) < 0.05
     assert abs(normal.mean()) < 0.15
     assert abs(normal.std() - 1) < 0.1
+
+
+@pytest.mark.slow
+def test_all_of_it_where_triton_makes_other_objects():
+    """Case 50: with TRITON_INTERPRET set before the import, @triton.jit gives another class, and so are Triton's own helpers."""
+    files = [__file__, __file__.replace("semantics", "language")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider", *files]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], check=False)
+    assert run.returncode == 0, run.stdout[-3000:]
