@@ -17,7 +17,7 @@ KERNEL_EPS = 2.0  # what a kernel may be off beyond twice that
 REFERENCE_EXCEPTIONS = {
     ("flash_attention", "float32"): 16.0,  # a gradient is three products in a row, each a sum of up to 90 terms
     ("matmul", "float32"): 8.0,  # sums of dozens of terms, and of what the activation's derivative has cancelled to
-    ("matmul", "split", "float32"): 16.0,  # a sum of 1300 terms, which XLA on CPUs adds one by one
+    ("matmul", "split", "float32"): 32.0,  # a sum of 1300 terms, which XLA adds in an order of each CPU's own
     ("layer_norm", "mean", "float32"): 400.0,  # x itself is rounded at 100 times the size of the spread that is left of it
     ("layer_norm", "epsilon", "float32"): 8.0,  # sums of 48 products that nearly cancel
 }

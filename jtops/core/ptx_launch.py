@@ -61,6 +61,8 @@ def kernel_text(call, compiled, buffers: int) -> str:
         raise UnfitError("it is for ROCm")
     if compiled.num_ctas > 1:
         raise UnfitError(f"it runs in clusters of {compiled.num_ctas}")
+    if call.metadata:
+        raise UnfitError("it carries metadata, which is read from a launch record")
     if call.zeroed:
         raise UnfitError("it has outputs to be zeroed before the launch")
     params = [(n, p) for _, n, p in leaves(call.bound) if not isinstance(p, Constexpr) and n not in compiled.folded]
@@ -103,8 +105,6 @@ def lower(ctx, operands, call, compiled, text: str, aliases: dict[int, int]):
     texts = {"name": compiled.name, "kernel_type": "ptx", "kernel_data": text, "launch_name": call.name}
     if call.cost is not None:
         texts["cost_estimate_json"] = json.dumps(dict(call.cost))
-    if call.metadata:
-        texts["serialized_metadata"] = call.metadata.hex()
     items = [f'{k} = "{_escaped(v)}"' for k, v in texts.items()]
     items += [f"{k} = {v} : i32" for k, v in (numbers | {"shared_mem_bytes": compiled.shared_bytes}).items()]
     rule = jax.ffi.ffi_lowering(

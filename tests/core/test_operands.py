@@ -164,9 +164,12 @@ def test_specialisation():
 @pytest.mark.spec("do_not_specialize honoured")
 def test_specialisation_is_in_the_launch():
     """A pointer whose alignment the kernel does not use may lie anywhere; a 1 that is not compiled in is passed."""
-    record = lambda kernel: lowered.record(
-        re.search(r'opaque = "((?:[^"\\]|\\.)*)"', lowered.text(lambda x: call(x, n=1, kernel=kernel, out_type=x, grid=1), X))[1]
-    )
+
+    def record(kernel):
+        with jtops.config.launch("ffi"):
+            text = lowered.text(lambda x: call(x, n=1, kernel=kernel, out_type=x, grid=1), X)
+        return lowered.record(re.search(r'opaque = "((?:[^"\\]|\\.)*)"', text)[1])
+
     assert record(scale_kernel).count(b"\x10\x10") == record(plain_kernel).count(b"\x10\x10") + 1
 
 

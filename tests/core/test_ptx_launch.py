@@ -111,12 +111,11 @@ def test_text_is_stable_and_says_which_path():
 
 @pytest.mark.spec("two launch paths, byte-stable lowered text")
 def test_numbers_become_constants_and_unread_parameters_go():
-    text = lowered_by("ptx", lambda x: affine(x, name="mine", cost_estimate={"flops": 600}, serialized_metadata=b"ab"), X)
+    text = lowered_by("ptx", lambda x: affine(x, name="mine", cost_estimate={"flops": 600}), X)
     assert "-> (tensor<300xf32>, tensor<2xi32>)" in text
     assert r"launch_name = \22mine\22" in text
     with jtops.config.launch("ptx"):
         assert lowered.launches(fresh(affine, name="mine"), X) == {"mine": 1}
-    assert r"serialized_metadata = \226162\22" in text
     assert "grid_x = 2 : i32, grid_y = 1 : i32, grid_z = 1 : i32, block_x = 128 : i32" in text
     ptx = kernel_of(text)
     assert pointers(ptx) == 3
