@@ -163,7 +163,7 @@ def test_aliased_results_come_last():
     assert resources.of(dataclasses.replace(compiled, binary=ptx))["spill_bytes"] == 0
 
 
-CALL = SimpleNamespace(name="k", launch="ptx", zeroed=(), aliases=(), bound=(("n", as_scalar(3)),))
+CALL = SimpleNamespace(name="k", launch="ptx", zeroed=(), metadata=b"", aliases=(), bound=(("n", as_scalar(3)),))
 PTX = ".version 8.7\n.visible .entry k(\n\t.param .u32 k_param_0,\n\t.param .u64 k_param_1\n)\n{\n\tBODY\n\tret;\n}\n"
 
 
@@ -178,6 +178,7 @@ def compiled_as(body="ld.param.b32 \t%r1, [k_param_0];", **changes):
     [
         ({}, {"num_ctas": 2}, "it runs in clusters of 2"),
         ({}, {"target": SimpleNamespace(platform="rocm")}, "it is for ROCm"),
+        ({"metadata": b"any"}, {}, "it carries metadata"),
         ({"zeroed": (0,)}, {}, "it has outputs to be zeroed"),
         ({"bound": (("d", "descriptor"),)}, {}, "it takes tensor descriptors"),
         ({}, {"body": "ld.param.b64 \t%rd1, [k_param_1];"}, "it uses scratch memory"),
