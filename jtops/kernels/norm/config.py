@@ -22,7 +22,7 @@ def forward_config(target: Target, r: int, n: int, itemsize: int, arrays: int) -
     if block_n * itemsize > 32768:
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=32)
     if block_n >= 8192:
-        block_m = max(1, 16384 // (block_n * itemsize // 2))
+        block_m = 32768 // (block_n * itemsize)
         return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=128, num_warps=16, num_stages=stages(3, block_m * block_n))
     if block_n == 4096 and itemsize == 2:
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=256, num_warps=8, num_stages=stages(5, block_n))
@@ -39,5 +39,9 @@ def backward_config(target: Target, r: int, n: int, itemsize: int, arrays: int) 
         return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=512, num_warps=8, num_stages=stages(4096))
     if block_n == 8192:
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=128, num_warps=16, num_stages=stages(block_n))
+    if block_n <= 1024 and itemsize == 2:
+        block_m = min(64, 2048 // block_n)
+        ahead = stages_that_fit(target, 4, arrays * block_m * block_n * itemsize)
+        return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=512, num_warps=2, num_stages=ahead)
     block_m = min(64, 4096 // block_n)
     return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=256, num_warps=2 * itemsize, num_stages=stages(block_m * block_n))
