@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests import numerics
-from tests.specs import CASE_IDS, CASES, OPS, SPECS, cotangent, draw, function, truth, truth_vjp, value_and_vjp
+from tests.specs import ALIKE, CASE_IDS, CASES, OPS, SPECS, cotangent, draw, function, truth, truth_vjp, value_and_vjp
 
 
 def test_every_op_has_a_spec():
@@ -12,10 +12,14 @@ def test_every_op_has_a_spec():
     assert all(spec.name == name and spec.function.__name__ == name for name, spec in SPECS.items())
 
 
-# Of float16, which goes bfloat16's way, one case of each op at once; all of them in test-all and on the GPU.
+# Of float16, which goes bfloat16's way, one case of each op at once, and of bfloat16 where another op has the kernels; all of them
+# in test-all and on the GPU.
 CALLS = [
     pytest.param(
-        spec, case, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.slow] * (dtype == "float16" and case is not spec.cases[0])
+        *(spec, case, dtype),
+        id=f"{name}-{dtype}",
+        marks=[pytest.mark.slow]
+        * (case is not spec.cases[0] and (dtype == "float16" or (dtype == "bfloat16" and spec.name in ALIKE))),
     )
     for (spec, case), name in zip(CASES, CASE_IDS, strict=True)
     for dtype in ("float32", "bfloat16", "float16")

@@ -10,20 +10,22 @@ _ALL = 1 << 30  # PROGRAMS: one for each tile
 def forward_config(target: Target, r: int, n: int, itemsize: int, arrays: int) -> Config:
     """Blocks of the forward of r rows of n elements of that size, which reads so many arrays.
 
-    A thread holds 64 bytes of x. From 8192 elements on, scale and bias read anew for each row are more than the L2 cache delivers:
-    one program a multiprocessor keeps them, and has the next rows on their way.
+    A thread holds 64 bytes of x. Scale and bias read anew for each long row are more than the L2 cache delivers: there one or two
+    programs a multiprocessor keep them, and have the next rows on their way.
     """
     block_n = next_power_of_2(n)
     stages = lambda count, elements: stages_that_fit(target, count, arrays * elements * itemsize)
     if block_n * itemsize > 65536:
-        return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=512, num_warps=8, num_stages=stages(3, 4096) if r >= 512 else 1)
+        return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=512 if r >= 512 else 256, num_warps=8, num_stages=stages(3, 4096))
     if r <= 128:
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=max(1, min(16, block_n // 256)))
     if block_n * itemsize > 32768:
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=32)
     if block_n >= 8192:
-        ahead = stages(1 + 65536 // (block_n * itemsize), block_n)
-        return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=128, num_warps=16, num_stages=ahead)
+        block_m = 32768 // (block_n * itemsize)
+        return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=128, num_warps=16, num_stages=stages(3, block_m * block_n))
+    if block_n == 4096 and itemsize == 2:
+        return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=256, num_warps=8, num_stages=stages(5, block_n))
     return Config(BLOCK_M=min(64, 4096 // block_n), BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=2 * itemsize)
 
 
@@ -37,5 +39,9 @@ def backward_config(target: Target, r: int, n: int, itemsize: int, arrays: int) 
         return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=512, num_warps=8, num_stages=stages(4096))
     if block_n == 8192:
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=128, num_warps=16, num_stages=stages(block_n))
+    if block_n <= 1024 and itemsize == 2:
+        block_m = min(64, 2048 // block_n)
+        ahead = stages_that_fit(target, 4, arrays * block_m * block_n * itemsize)
+        return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=512, num_warps=2, num_stages=ahead)
     block_m = min(64, 4096 // block_n)
     return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=256, num_warps=2 * itemsize, num_stages=stages(block_m * block_n))
