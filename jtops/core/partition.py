@@ -23,7 +23,7 @@ import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jtops.core import compat
@@ -123,7 +123,14 @@ def _by_partitioner(axes: Axes, name: str, local, in_avals, out_avals):
     f = custom_partitioning(jax.jit(whole_call))  # jit: custom_partitioning takes no function that closes over arrays
 
     def partition(mesh, arg_types, result_types):
-        decision = decide(axes, shapes, mesh.shape, [t.sharding.spec for t in (*arg_types, *result_types)])
+        types = (*arg_types, *result_types)
+        if mesh.empty:  # arrays that never saw a mesh, under jax.set_mesh: no axis to split, every device computes all
+            devices = {device for t in types for device in t.sharding.device_set}
+            mesh = Mesh(sorted(devices, key=lambda d: d.id), ("devices",))
+            specs = [P()] * len(types)
+        else:
+            specs = [t.sharding.spec for t in types]
+        decision = decide(axes, shapes, mesh.shape, specs)
         place = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
         return mesh, _on_device(local, decision, dtypes), place(decision.outs), place(decision.ins)
 

@@ -6,6 +6,7 @@ pure function of the call, as the other path's record is.
 """
 
 import json
+import os
 import re
 
 import jax
@@ -19,6 +20,7 @@ TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: compat asks the XLA at hand whe
 # The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch with and without CUDA graphs:
 # ptx 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py).
 AUTOMATIC = "ptx"
+_FLAGS = ("JAX_TRITON_PTXAS_EXTRA_FLAGS", "JAX_TRITON_PTXAS_DEVICE_DEBUG")  # jaxlib's
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
 
 
@@ -61,6 +63,8 @@ def kernel_text(call, compiled, buffers: int) -> str:
         raise UnfitError("it is for ROCm")
     if compiled.num_ctas > 1:
         raise UnfitError(f"it runs in clusters of {compiled.num_ctas}")
+    if flags := [name for name in _FLAGS if os.environ.get(name)]:
+        raise UnfitError(f"{flags[0]} is set, which only the other path reads")
     if call.metadata:
         raise UnfitError("it carries metadata, which is read from a launch record")
     if call.zeroed:

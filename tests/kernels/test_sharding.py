@@ -164,6 +164,16 @@ def test_axes_after_a_reduced_one_stay_sharded(implementation):
                 numerics.close(g(put(X, m, *axes)), f(X))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_arrays_that_never_saw_a_mesh(kind):
+    """Made before jax.set_mesh, used under it: every device computes the whole."""
+    with jax.set_mesh(mesh(kind)):
+        for f in (jtops.softmax, jax.jit(jtops.softmax, static_argnames="implementation")):
+            numerics.close(f(X, implementation="interpret"), jax.nn.softmax(X))
+        loss = lambda x, implementation: (jtops.layer_norm(x, implementation=implementation) ** 2 * x).sum()
+        numerics.close(jax.grad(loss)(X, "interpret"), jax.grad(loss)(X, "xla"), 1e-4)
+
+
 @everywhere
 @some_ops
 def test_auto_awkward(spec, implementation):
