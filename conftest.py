@@ -49,6 +49,10 @@ def pytest_collection_modifyitems(config, items):
         return
     import jax
 
+    listed = (config.rootpath / "tests" / "slow.txt").read_text().splitlines()
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
     gpu = config.getoption("--gpu")
     gpus = len(jax.local_devices(backend="gpu")) if gpu else 0
 
