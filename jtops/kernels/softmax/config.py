@@ -16,9 +16,8 @@ def rows_config(target: Target, r: int, n: int, itemsize: int, arrays: int) -> C
         stages = stages_that_fit(target, 3, arrays * 8192 * itemsize)
         return Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=512, num_warps=16, num_stages=stages)
     if block_n <= 4096:
-        tile = 8192 if block_n == 4096 and arrays == 1 else 4096
         warps = 8 if block_n == 4096 or arrays == 2 else 4
-        return Config(BLOCK_M=min(64, tile // block_n), BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=warps)
+        return Config(BLOCK_M=min(64, 4096 // block_n), BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=warps)
     warps = {8192: 8, 16384: 16, 32768: 32}[block_n]
     # 64 KiB at a time: one program a multiprocessor, with the next rows on their way while one is reduced.
     if block_n > 8192 and arrays * block_n * itemsize == 65536 and stages_that_fit(target, 3, 65536) == 3:
