@@ -152,7 +152,7 @@ def test_pruning():
 
 
 @pytest.mark.spec("Heuristics")
-@pytest.mark.spec("heuristic on num_warps (seed pattern)")
+@pytest.mark.spec("heuristic on num_warps")
 def test_heuristics():
     """Evaluated with arguments by name, results and earlier heuristics included; launch options are launch options."""
     rules = {

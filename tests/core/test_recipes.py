@@ -15,7 +15,7 @@ import jtops as jt
 from tests.kernels import lowered
 
 pytestmark = pytest.mark.spec(
-    "seed patterns to ship as tested recipes: vector add; jit add; multi-output split; in-place + donation; strides to kernel; "
+    "recipes: vector add; jit add; multi-output split; in-place + donation; strides to kernel; "
     "autotune with fixed BLOCK_SIZE; autotune+override; heuristics; Gluon add/heuristics/constexpr/reductions; custom_vmap via "
     "lax.map; loop batching; custom_vjp; jax.grad through it; flash-attention wrapper (4 outputs: L, m, tmp, o) + "
     "triton.testing perf_report benchmark; IR dump analysis; import styles"

@@ -60,7 +60,7 @@ early_config_prune / perf model prune
 autotuner pre_hook
 Heuristics
 Autotuner over Heuristics
-heuristic on num_warps (seed pattern)
+heuristic on num_warps
 aliasing/Ref with autotune
 Gluon kernels (GluonJITFunction/GluonASTSource)
 device-side TMA descriptors (global scratch)
@@ -93,7 +93,7 @@ ShapeDtype protocol, Grid, GridOrLambda aliases
 JAX_TRITON_DUMP_DIR
 JAX_TRITON_PTXAS_EXTRA_FLAGS, JAX_TRITON_PTXAS_DEVICE_DEBUG
 TRITON_CACHE_DIR
-seed patterns to ship as tested recipes: vector add; jit add; multi-output split; in-place + donation; strides to kernel; \
+recipes: vector add; jit add; multi-output split; in-place + donation; strides to kernel; \
 autotune with fixed BLOCK_SIZE; autotune+override; heuristics; Gluon add/heuristics/constexpr/reductions; custom_vmap via lax.map; \
 loop batching; custom_vjp; jax.grad through it; flash-attention wrapper (4 outputs: L, m, tmp, o) + triton.testing perf_report \
 benchmark; IR dump analysis; import styles
