@@ -11,7 +11,11 @@ import jtops
 from tests import numerics, oracles
 from tests.kernels import lowered
 
-ways = pytest.mark.parametrize("implementation", ["xla", None, "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+# None on a CPU is the reference as "xla" is, through the primitive that users meet.
+ways = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("xla", marks=pytest.mark.slow), None, "interpret", pytest.param("triton", marks=pytest.mark.gpu)],
+)
 TINY = jtops.Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16)
 
 
