@@ -22,7 +22,8 @@ import jax
 
 from jtops import config
 from jtops.core import agreement, cache, compat, target, timing, tuning_table
-from jtops.core.configs import Candidate, Plan, constant_text, is_array
+from jtops.core.cache import constant_text
+from jtops.core.configs import Candidate, Plan, is_array
 from jtops.core.sizes import next_power_of_2
 from jtops.core.tuning_table import export_table, import_table
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError

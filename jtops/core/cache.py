@@ -112,15 +112,28 @@ def _intact(compiled) -> bool:
     return json.loads(Path(path).read_text()) == _checksums(compiled)
 
 
-def distinct_helpers(kernel) -> str:
+def constant_text(value) -> str:
+    """A compile-time constant by content, the same in every process."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(constant_text, value))})"
+    if isinstance(value, compat.JITFunction):
+        return f"{value.__name__}:{compat.kernel_key(value)[:16]}"
+    text = repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__) if " at 0x" in text else text
+
+
+def distinct_helpers(kernel, constants=()) -> str:
     """Tell apart the helpers of `kernel` that differ and share a module and name, as those of a factory do; -> their new names.
+
+    Helpers are those that it names and those among its `constants`, tuples included.
 
     Triton compiles a helper once for each such name, so the second one would silently run the first one's code.
     """
     same: dict[str, dict[str, Any]] = {}
-    seen, todo = set(), [kernel]
+    seen, todo = set(), [kernel, *constants]
     while todo:
         function = todo.pop()
+        todo += function if isinstance(function, tuple) else ()
         if id(function) in seen or not isinstance(function, compat.JITFunction):
             continue
         seen.add(id(function))

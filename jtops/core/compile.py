@@ -138,8 +138,10 @@ def _run_triton(kernel, bound, signature, folded, options, target):
             if name not in folded and (attribute := specialization(p, declared[path[0]])) is not None
         },
     )
-    if renamed := cache.distinct_helpers(kernel):
-        content = source.hash() + renamed
+    # Triton's key of a constant is its str: "1" as 1, and a tuple of helpers by their names.
+    told = [cache.constant_text(v) for v in constants.values() if isinstance(v, str | tuple)]
+    if extra := cache.distinct_helpers(kernel, constants.values()) + "".join(told):
+        content = source.hash() + extra
         source.hash = lambda: hashlib.sha256(content.encode()).hexdigest()
     try:
         return cache.load_or_compile(source, target.gpu_target, options)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jtops.core import compat
+from jtops.core.cache import constant_text
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import strides_from_shape
 from jtops.errors import UnsupportedError
@@ -80,14 +81,6 @@ class Candidate:
     def label(self) -> str:
         """The same text for the same choice, in every process."""
         return ", ".join(f"{k}={constant_text(v)}" for k, v in sorted((self.values | self.options).items()))
-
-
-def constant_text(value) -> str:
-    """A compile-time constant by content, the same in every process."""
-    if isinstance(value, compat.JITFunction):
-        return f"{value.__name__}:{compat.kernel_key(value)[:16]}"
-    text = repr(value)
-    return getattr(value, "__qualname__", type(value).__qualname__) if " at 0x" in text else text
 
 
 def is_array(value) -> bool:

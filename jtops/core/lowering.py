@@ -14,10 +14,11 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jtops.core import compat, dump, host_call, inplace, interpret, notes, ptx_launch
+from jtops.core.cache import constant_text
 from jtops.core.compile import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type, launch_parameters
 from jtops.core.target import Target, resolve
-from jtops.core.types import Descriptor, Operand, Result, Scalar, array_of, leaves, specialization, triton_type
+from jtops.core.types import Constexpr, Descriptor, Operand, Result, Scalar, array_of, leaves, specialization, triton_type
 from jtops.errors import UnsupportedError
 
 LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
@@ -70,7 +71,10 @@ def lower_host(ctx, *operands, call):
             f'that is not there: jax.jit(f).trace(x).lower(lowering_platforms=("{platform}",)).'
         )
     notes.add(call.name, "interpreter", _INTERPRETED, _platform(ctx), call)
-    content = (compat.kernel_key(call.kernel), call.bound, call.grid, call.aliases, call.zeroed, ctx.avals_in, ctx.avals_out)
+    constants = [constant_text(p.value) for _, _, p in leaves(call.bound) if isinstance(p, Constexpr)]  # helpers by content
+    content = (
+        compat.kernel_key(call.kernel), constants, call.bound, call.grid, call.aliases, call.zeroed, ctx.avals_in, ctx.avals_out
+    )  # fmt: skip
     key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
     run = functools.partial(interpret.run, call.kernel, call.bound, call.grid, aliases=call.aliases, zeroed=call.zeroed)
     return host_call.lower(ctx, *operands, key=key, function=run, has_side_effect=call.has_side_effect)

@@ -22,6 +22,7 @@ import re
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -92,12 +93,24 @@ def decide(axes: Axes, shapes, mesh_shape, specs) -> Decision:
     return Decision(tuple(map(spec_of, ins)), tuple(map(spec_of, outs)), tuple(sums))
 
 
-def _on_device(local, decision: Decision, dtypes):
+sum_p = Primitive("sum_over_devices")
+sum_p.def_abstract_eval(lambda x, axes: x)
+
+
+def _lower_sum(ctx, x, *, axes):
+    """psum as if no mesh were set: of a mesh with some explicit axes JAX would write a sharding into the sum's own function."""
+    return outside_mesh(mlir.lower_fun(lambda v: [lax.psum(v, axes)]))(ctx, x)
+
+
+mlir.register_lowering(sum_p, _lower_sum)
+
+
+def _on_device(local, decision: Decision, dtypes, psum=lax.psum):
     """`local` on one device's shards, partial sums completed."""
 
     def f(*args):
         outs = zip(local(*args), decision.sums, dtypes, strict=True)
-        return tuple((lax.psum(o, axes) if axes else o).astype(dtype) for o, axes, dtype in outs)
+        return tuple((psum(o, axes) if axes else o).astype(dtype) for o, axes, dtype in outs)
 
     return f
 
@@ -132,7 +145,8 @@ def _by_partitioner(axes: Axes, name: str, local, in_avals, out_avals):
             specs = [t.sharding.spec for t in types]
         decision = decide(axes, shapes, mesh.shape, specs)
         place = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
-        return mesh, _on_device(local, decision, dtypes), place(decision.outs), place(decision.ins)
+        psum = lambda x, axes: sum_p.bind(x, axes=axes)
+        return mesh, _on_device(local, decision, dtypes, psum), place(decision.outs), place(decision.ins)
 
     ins, outs, _ = _factors(axes, shapes)
     side = lambda arrays: ", ".join(" ".join("_".join(names) for names in dims) for dims in arrays)

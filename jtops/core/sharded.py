@@ -15,6 +15,7 @@ from jax.interpreters.batching import primitive_batchers
 from jax.sharding import AxisType, NamedSharding
 
 from jtops.core import compat, notes, partition
+from jtops.core.descriptor import TensorDescriptor
 from jtops.core.types import Constexpr
 from jtops.errors import UnsupportedError
 
@@ -278,12 +279,20 @@ def by_rule(triton_call, args, kwargs, given):
             f"the sizes of the rule's axes beside the kernel's numbers and constants; got {grid!r}."
         )
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
+    described = lambda v: isinstance(v, TensorDescriptor)
+    if any(map(described, [*leaves, *jax.tree.leaves((args, kwargs), is_leaf=described)])):
+        raise UnsupportedError(
+            "triton_call: a TensorDescriptor has the shape of the whole array, and sharding_rule launches for parts of it. Make "
+            "the descriptor in a function of arrays and wrap that in jtops.sharded_call: there it is one of the device's part."
+        )
     types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in leaves)
     if [len(t.shape) for t in types] != [len(dims) for dims in sharding_rule.arrays()[1]]:
         raise ValueError(f"triton_call: sharding rule {sharding_rule.axes!r} does not fit out_type {out_type!r}.")
     values, structure = jax.tree.flatten(((args, kwargs), options), is_leaf=_is_none)
     is_array = [isinstance(v, jax.Array | np.ndarray) for v in values]
     kept = tuple(Constexpr(_Slot if a else v) for v, a in zip(values, is_array, strict=True))
-    name = str(getattr(options["kernel"], "__name__", "kernel"))
+    arrays = [v for v, a in zip(values, is_array, strict=True) if a]
+    name = options["name"] or str(getattr(getattr(options["kernel"], "base_fn", options["kernel"]), "__name__", "kernel"))
+    _check_results(name, sharding_rule, arrays, types)
     local = _ByRule(triton_call, sharding_rule, name, kept, structure, types, tree, grid)
-    return sharded_call(local, sharding_rule)(*(v for v, a in zip(values, is_array, strict=True) if a))
+    return sharded_call(local, sharding_rule)(*arrays)

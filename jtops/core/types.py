@@ -50,22 +50,35 @@ class Result:
     index: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def _same_number(value: Any) -> Any:
+    """What is equal for constants that a kernel cannot tell apart: Python finds 0.0 == -0.0, 1 == 1.0 == True, and no NaN equal."""
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_same_number, value))
+    return type(value), str(value) if isinstance(value, float | np.floating) else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Scalar:
     """A number known when the call is traced; the launch carries it, the compiled kernel does not depend on it."""
 
     value: bool | int | float
     type: str
 
+    def __eq__(self, other):
+        return isinstance(other, Scalar) and (self.type, _same_number(self.value)) == (other.type, _same_number(other.value))
+
+    def __hash__(self):
+        return hash((self.type, self.value if self.value == self.value else "nan"))
+
 
 class Constexpr:
-    """A compile-time constant. Equal only to a constant of the same type: True, 1 and 1.0 are three kernels; NaN equals NaN."""
+    """A compile-time constant. Equal only to a constant of the same type: True, 1 and 1.0 are three kernels, in tuples too."""
 
     __slots__ = ("key", "value")
 
     def __init__(self, value: Any):
         self.value = value
-        self.key = (type(value), value if value == value else "nan")
+        self.key = _same_number(value)
 
     def __eq__(self, other):
         return isinstance(other, Constexpr) and self.key == other.key

@@ -17,6 +17,7 @@ import pytest
 import jtops
 from jtops.core import cache, compat
 from jtops.core.compat import tl, triton
+from jtops.core.types import Constexpr, Scalar
 from tests.kernels import lowered
 
 X = jnp.arange(16)
@@ -99,6 +100,45 @@ def call(kernel, x=X, **kwargs):
     return jtops.triton_call(x, kernel=kernel, out_type=x, grid=1, **kwargs)
 
 
+@triton.jit
+def chained(x_ptr, o_ptr, HELPERS: tl.constexpr, LAST: tl.constexpr):
+    """HELPERS one after the other, then LAST."""
+    i = tl.arange(0, 16)
+    x = tl.load(x_ptr + i)
+    for k in tl.static_range(len(HELPERS)):
+        x = HELPERS[k](x)
+    tl.store(o_ptr + i, LAST(x))
+
+
+def helper_factory(kind):
+    """Helpers all called helper, from one place."""
+    if kind == "triple":
+
+        @triton.jit
+        def helper(x):
+            return x * 3
+
+    else:
+
+        @triton.jit
+        def helper(x):
+            return x + 7
+
+    return helper
+
+
+@triton.jit
+def branched(x_ptr, o_ptr, MODE: tl.constexpr):
+    i = tl.arange(0, 16)
+    tl.store(o_ptr + i, tl.load(x_ptr + i) + (100 if MODE == 1 else 200))
+
+
+@triton.jit
+def scaled_by(x_ptr, o_ptr, factor):
+    i = tl.arange(0, 16)
+    tl.store(o_ptr + i, tl.load(x_ptr + i) * factor)
+
+
 def compiled(*args, target="sm_90", **kwargs):
     return lowered.kernels(lambda x: call(*args, x, **kwargs), X, target=target)[0]
 
@@ -126,6 +166,41 @@ def test_kernels_of_one_name(interpret):
         np.testing.assert_array_equal(got, WANT[name])
         np.testing.assert_array_equal(jax.jit(lambda x: call(k, x, interpret=interpret))(X), WANT[name])
     np.testing.assert_array_equal(call(two_helpers, interpret=interpret), (X + 1) * (X + 10) + 900)
+
+
+TRIPLE, ADD = helper_factory("triple"), helper_factory("add")
+
+
+def test_helpers_of_one_name_as_constants():
+    """Two programs, kept apart though both are lowered before either runs; and two helpers in one kernel."""
+    calls = {((TRIPLE,), ADD): X * 3 + 7, ((ADD,), TRIPLE): (X + 7) * 3, ((), ADD): X + 7, ((), TRIPLE): X * 3}
+    programs = [
+        jax.jit(lambda x, h=h, last=last: call(chained, x, HELPERS=h, LAST=last, interpret=True)).lower(X).compile()
+        for h, last in calls
+    ]
+    for program, want in zip(programs, calls.values(), strict=True):
+        np.testing.assert_array_equal(program(X), want)
+
+
+def test_helpers_of_one_name_as_constants_compile_apart():
+    texts = [
+        compiled(chained, HELPERS=h, LAST=last).binary for h, last in (((ADD,), TRIPLE), ((TRIPLE,), ADD), ((), TRIPLE), ((), ADD))
+    ]
+    assert len(set(texts)) == 4
+
+
+def test_constants_that_print_alike_compile_apart():
+    assert 100 in constants(compiled(branched, MODE=1))
+    assert 200 in constants(compiled(branched, MODE="1"))
+
+
+def test_negative_zero():
+    """Equal to 0.0 for Python, not for a kernel: in one program, and as constants."""
+    x = X.astype(jnp.float32) + 1
+    zeros = jax.jit(lambda x: [call(scaled_by, x, factor=f, interpret=True) for f in (0.0, -0.0)])(x)
+    assert [bool(np.signbit(z).any()) for z in zeros] == [False, True]
+    assert len({Constexpr((c,)) for c in (0.0, -0.0, 1, 1.0, True, (1,), (True,), float("nan"), np.nan * 1)}) == 8
+    assert Scalar(float("nan"), "fp32") == Scalar(-float("nan") + 1, "fp32")
 
 
 def test_kernels_of_one_name_compile_apart():

@@ -230,8 +230,13 @@ def test_errors():
         jtops.triton_call(X, W, kernel=center_kernel, out_type=X, grid=16, sharding_rule=RULE)
     with pytest.raises(ValueError, match="does not fit out_type"):
         jtops.triton_call(X, W, kernel=center_kernel, out_type=X, grid=lambda meta: 16, sharding_rule=RULE)
+    with pytest.raises(ValueError, match=r"center_kernel: sharding rule .* does not fit results of shapes \(16, 23\), \(16,\) for"):
+        jtops.triton_call(X, W, kernel=center_kernel, out_type=(X[:, 1:], X[:, 0]), grid=lambda meta: 16, sharding_rule=RULE)
+    described = jtops.TensorDescriptor.from_array(X, (4, 8))  # of all rows, where a device has two
+    with pytest.raises(jtops.UnsupportedError, match=r"a TensorDescriptor has the shape of the whole array.*jtops.sharded_call"):
+        jtops.triton_call(described, W, kernel=center_kernel, out_type=(X, X[:, 0]), grid=lambda meta: 16, sharding_rule=RULE)
     with pytest.raises(TypeError, match=r"'BLOCKS' is neither .* Did you mean 'BLOCK'"):
-        jtops.triton_call(X, W, kernel=center_kernel, out_type=(X, W), grid=lambda meta: 16, sharding_rule=RULE, BLOCKS=[1])
+        jtops.triton_call(X, W, kernel=center_kernel, out_type=(X, X[:, 0]), grid=lambda meta: 16, sharding_rule=RULE, BLOCKS=[1])
     with pytest.raises(
         NotImplementedError, match=r"interpreted: a sharded call of kernels has no derivative. Wrap it in jax.custom"
     ):

@@ -310,3 +310,14 @@ def test_low_precision_gradients_are_summed_in_float32(implementation):
     exact = jnp.bfloat16(64.25) * (devices() * 4)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, jnp.full((64,), exact, jnp.bfloat16))
+
+
+def test_sum_on_a_mesh_of_both_kinds():
+    """A shared operand's gradient, where XLA's partitioner splits the rows and another axis of the mesh is explicit."""
+    both = jax.make_mesh((devices(), 1), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    loss = lambda x, scale, implementation: (jtops.rms_norm(x, scale, implementation=implementation) ** 2 * x).sum()
+    scale = normal(32, seed=1)
+    want = jax.grad(loss, 1)(X, scale, "xla")
+    with jax.set_mesh(both):
+        got = jax.jit(jax.grad(loss, 1), static_argnums=2)(put(X, both, "a"), put(scale, both), "interpret")
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
