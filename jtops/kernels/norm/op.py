@@ -166,10 +166,11 @@ def add_layer_norm(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-    """``(layer_norm(x + residual, scale, bias), x + residual)`` in one pass over memory: the step between blocks of a transformer.
+    """``(layer_norm(x + residual, scale, bias), x + residual)`` in one op: the step between blocks of a transformer.
 
     The sum is rounded to its dtype before it is normalised, so that the two results are those of the two ops. Everything else is
-    as in `layer_norm`. The gradient takes the cotangents of both results, in one pass as well; x and residual share it.
+    as in `layer_norm`. The gradient takes the cotangents of both results together; x and residual share it. Rows that a
+    program holds pass through memory once; longer ones are read twice.
 
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
@@ -205,10 +206,11 @@ def add_rms_norm(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-    """``(rms_norm(x + residual, scale), x + residual)`` in one pass over memory: the step between two blocks of a transformer.
+    """``(rms_norm(x + residual, scale), x + residual)`` in one op: the step between two blocks of a transformer.
 
     The sum is rounded to its dtype before it is normalised, so that the two results are those of the two ops. Everything else is
-    as in `rms_norm`. The gradient takes the cotangents of both results, in one pass as well; x and residual share it.
+    as in `rms_norm`. The gradient takes the cotangents of both results together; x and residual share it. Rows that a
+    program holds pass through memory once; longer ones are read twice.
 
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
