@@ -1,10 +1,11 @@
 """The quick launch: XLA's own call of a PTX kernel, at about half the host cost of jaxlib's Triton call.
 
-It knows buffers alone: operands, then results. So the numbers of a launch become constants of the kernel's text, and the
+It knows buffers alone: operands, then results. So the numbers of a launch become immediates of the kernel's text, and the
 parameters that Triton adds for scratch memory, which most kernels never read, leave its signature. What is left over is a
 pure function of the call, as the other path's record is.
 """
 
+import functools
 import json
 import os
 import re
@@ -86,6 +87,7 @@ def _with_constants(ptx: str, params: list, pads: int) -> str:
     head, body = ptx[: entry.start()], ptx[entry.end() :]
     if any(re.search(rf"\b{re.escape(name)}\b", body) for name in names[len(params) :]):
         raise UnfitError("it uses scratch memory")
+    widths = {register: int(bits) for bits, register in re.findall(r"\.reg \.[bsuf](\d+)\s+(%[a-z]+)<", body)}
     kept = []
     for line, name, param in zip(declared, names, params, strict=False):
         if not isinstance(param, Scalar):
@@ -93,13 +95,24 @@ def _with_constants(ptx: str, params: list, pads: int) -> str:
             continue
         with np.errstate(over="ignore"):
             value = np.array(param.value, NUMPY_TYPES[param.type]).tobytes()
-        head += f".const .align 8 .b8 {name}[{len(value)}] = {{{', '.join(map(str, value))}}};\n"
-        load = rf"\bld\.param(\.[\w.]+\s+[^\[;\n]*\[\s*{re.escape(name)}\b)"
-        body, count = re.subn(load, r"ld.const\1", body)
-        if count != len(re.findall(rf"\b{re.escape(name)}\b", body)):
+        body = re.sub(
+            rf"\bld\.param\.([bsuf])(8|16|32|64)(\s+)(%[a-z]+)(\d+\s*,\s*)\[\s*{re.escape(name)}\s*\]",
+            functools.partial(_immediate, value, widths),
+            body,
+        )
+        if re.search(rf"\b{re.escape(name)}\b", body):
             raise UnfitError(f"its PTX uses the number {name} in another way than loading it")
     kept += [f".param .u64 {entry[1]}_result_{i}" for i in range(pads)]
     return f"{head}.visible .entry {entry[1]}(\n" + ",\n".join(kept) + f"\n){body}"
+
+
+def _immediate(value: bytes, widths: dict[str, int], load: re.Match) -> str:
+    """The load of a number as a move of its bits; as constant data, each multiprocessor would fetch it anew in every launch."""
+    kind, bits, space, register, rest = load.groups()
+    if (width := widths.get(register)) is None:
+        return load[0]
+    number = int.from_bytes(value[: int(bits) // 8], "little", signed=kind == "s") & ((1 << width) - 1)
+    return f"mov.b{width}{space}{register}{rest}{number:#x}"
 
 
 def lower(ctx, operands, call, compiled, text: str, aliases: dict[int, int]):
