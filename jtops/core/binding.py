@@ -29,9 +29,11 @@ def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, in
     return x, y, z
 
 
-def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options, debug=False) -> tuple[tuple[str, Any], ...]:
+def launch_options(
+    kernel, num_warps, num_stages, num_ctas, backend_options, debug=False, cluster_size=None
+) -> tuple[tuple[str, Any], ...]:
     """The compiler options that a call names, checked, sorted by name."""
-    named = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
+    named = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas, "cluster_size": cluster_size}
     options = {k: v for k, v in named.items() if v is not None}
     for key, value in options.items():
         power = key == "num_warps"
@@ -42,8 +44,18 @@ def launch_options(kernel, num_warps, num_stages, num_ctas, backend_options, deb
         options[key] = int(value)
     if debug:
         options["debug"] = True
-    if options.get("num_ctas", 1) > 8:
-        raise ValueError(f"kernel {kernel.__name__}: num_ctas must be at most 8, the largest portable cluster; got {num_ctas}.")
+    for key in ("num_ctas", "cluster_size"):
+        if options.get(key, 1) > 8:
+            raise ValueError(
+                f"kernel {kernel.__name__}: {key} must be at most 8, the largest portable cluster; got {options[key]}."
+            )
+    if options.get("cluster_size") == 1:
+        del options["cluster_size"]
+    elif "cluster_size" in options and options.get("num_ctas", 1) > 1:
+        raise ValueError(
+            f"kernel {kernel.__name__}: num_ctas={num_ctas} makes clusters of one program, cluster_size={cluster_size} of "
+            "several; give one of the two."
+        )
     for key, value in (backend_options or {}).items():
         if key not in compat.BACKEND_OPTIONS:
             raise TypeError(

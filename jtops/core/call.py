@@ -97,6 +97,7 @@ def triton_call(
     num_warps: int | None = None,
     num_stages: int | None = None,
     num_ctas: int | None = None,
+    cluster_size: int | None = None,
     compute_capability: int | str | None = None,
     backend_options: Mapping[str, Any] | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
@@ -131,6 +132,8 @@ def triton_call(
         to those. A grid with a zero launches nothing and returns zeros.
       name: name of the launch in profiles. Default: the kernel's.
       num_warps, num_stages, num_ctas: as for ``triton.jit`` launches; None takes Triton's default for the target.
+      cluster_size: so many neighbouring programs along the grid's first axis run together, as a thread block cluster, and can,
+        by inline assembly, reach each other's shared memory; from sm_90 on, at most 8. (With num_ctas, a cluster is one program.)
       compute_capability: GPU to compile for where it is not the device itself: 90, "sm_90", "gfx942".
       backend_options: further options of Triton's compiler by name, such as ``enable_fp_fusion`` or ``maxnreg``.
       input_output_aliases: ``{operand: output}``: that output is that operand, changed by the kernel through the operand's pointer;
@@ -172,7 +175,7 @@ def triton_call(
         return autotune.call(triton_call, args, kwargs, given)
     function = compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
-    options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug)
+    options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug, cluster_size)
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
     outs = tuple(out_array(function, leaf) for leaf in leaves)
     wanted = inplace.checked_aliases(function, input_output_aliases, outs)
@@ -182,6 +185,10 @@ def triton_call(
     grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
     zeroed = inplace.zeroed_indices(function, zeroed_outputs, meta, outs)
     batching.check(function, vmap_method, bound, aliases, grid3)
+    if grid3[0] % (cluster := dict(options).get("cluster_size", 1)):
+        raise ValueError(
+            f"kernel {function.__name__}: a grid of {grid3} does not split into clusters of {cluster} along its first axis."
+        )
     if 0 in grid3:
         return tree.unflatten(inplace.without_launch(outs, aliases, zeroed, arrays))
     call = KernelCall(

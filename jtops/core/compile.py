@@ -47,8 +47,9 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
             f"kernel {kernel.__name__}: TRITON_INTERPRET was set when Triton was imported, which keeps it from compiling in this "
             "process. Unset it; interpret=True and jtops.config.interpret() need no variable."
         )
-    if (ctas := dict(options).get("num_ctas", 1)) > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
-        raise ValueError(f"kernel {kernel.__name__}: num_ctas={ctas} needs clusters, from sm_90 on; compiling for {target}.")
+    for option in ("num_ctas", "cluster_size"):
+        if (ctas := dict(options).get(option, 1)) > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
+            raise ValueError(f"kernel {kernel.__name__}: {option}={ctas} needs clusters, from sm_90 on; compiling for {target}.")
     declared = kernel.params
     signature = {name: types.get(name) or (p.type if isinstance(p, Scalar) else p) for _, name, p in leaves(bound)}
     attributes = tuple(specialization(p, declared[path[0]]) is not None for path, _, p in leaves(bound))
@@ -79,6 +80,7 @@ def variants(kernel) -> int:
 
 
 def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
+    cluster = options.pop("cluster_size", 1)
     try:
         compiled, folded = _run_triton(kernel, bound, signature, ones, options, target), ones
     except compat.CompilationError as error:
@@ -104,7 +106,7 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
     return CompiledKernel(
         name=meta.name,
         target=target,
-        binary=strip_ptx(compiled.asm["ptx"]) if target.platform == "cuda" else compiled.asm["hsaco"],
+        binary=_in_clusters(strip_ptx(compiled.asm["ptx"]), cluster) if target.platform == "cuda" else compiled.asm["hsaco"],
         num_warps=meta.num_warps,  # warp specialisation raises it above the option: the launch needs this one
         num_ctas=meta.num_ctas,
         shared_bytes=meta.shared,
@@ -171,6 +173,16 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
     return KernelCompileError(
         f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
     )
+
+
+def _in_clusters(ptx: str, size: int) -> str:
+    """`ptx` whose kernel says of itself that its launches form clusters: so does every launch path, knowing nothing of it."""
+    if size == 1:
+        return ptx
+    asked, count = re.subn(r"^(\s*\.reqntid [\d, ]+)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx, flags=re.M)
+    if count != 1:
+        raise KernelCompileError(f"its PTX declares {count} kernels; cluster_size needs one.")
+    return asked
 
 
 _PTX_DEBUG_LINE = re.compile(r"^\s*(?:\.(?:loc|file)\s.*|\$L__(?:tmp|func_begin|func_end)\d+:|//.*)$")

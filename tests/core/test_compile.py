@@ -326,3 +326,21 @@ def test_sums_of_many_numbers_a_thread(dtype):
     x, out = jax.ShapeDtypeStruct((2, 1 << 16), dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
     sums = lambda x: jtops.triton_call(x, x.size // 2, kernel=sums_kernel, out_type=out, grid=1, BLOCK=2048)
     assert lowered.launches(sums, x, target="sm_90") == {"sums_kernel": 1}
+
+
+def test_cluster_size():
+    """Programs stay as they are; the kernel's text asks for clusters. Each size is a kernel of its own."""
+    one, two, four = (lowered.kernels(copied(cluster_size=c), X)[0] for c in (None, 2, 4))
+    assert lowered.kernels(copied(cluster_size=1), X)[0] is one
+    assert "cluster" not in one.binary
+    for size, kernel in ((2, two), (4, four)):
+        assert f".explicitcluster\n.reqnctapercluster {size}, 1, 1" in kernel.binary
+        assert resources.of(kernel)["spill_bytes"] == 0  # it assembles
+    with pytest.raises(ValueError, match="cluster_size=2 needs clusters, from sm_90 on; compiling for sm_80"):
+        lowered.kernels(copied(cluster_size=2), X, target="sm_80")
+    with pytest.raises(ValueError, match=r"a grid of \(8, 1, 1\) does not split into clusters of 3 along its first axis"):
+        lowered.kernels(copied(cluster_size=3), X)
+    with pytest.raises(ValueError, match="cluster_size must be at most 8"):
+        lowered.kernels(copied(cluster_size=16), X)
+    with pytest.raises(ValueError, match="num_ctas=2 makes clusters of one program, cluster_size=2 of several; give one"):
+        lowered.kernels(copied(cluster_size=2, num_ctas=2), X)

@@ -23,17 +23,20 @@ class Config:
 
     __slots__ = ("_items",)
 
-    def __init__(self, *, num_warps: int = 4, num_stages: int | None = None, **blocks: int):
+    def __init__(self, *, num_warps: int = 4, num_stages: int | None = None, cluster_size: int | None = None, **blocks: int):
+        if cluster_size is not None and cluster_size not in range(1, 9):
+            raise ValueError(f"Config: cluster_size must be an int from 1 to 8; got {cluster_size!r}.")
         powers: dict[str, Any] = {"num_warps": num_warps, **blocks}
         for name, value in powers.items():
-            if not isinstance(value, int) or value < 1 or value & (value - 1):
-                raise ValueError(f"Config: {name} must be a power of two; got {value!r}.")
-        self._items = tuple(sorted({**powers, "num_stages": num_stages}.items()))
+            if not isinstance(value, int) or value < 1 or (name != "PROGRAMS" and value & (value - 1)):
+                rule = "positive" if name == "PROGRAMS" else "a power of two"
+                raise ValueError(f"Config: {name} must be {rule}; got {value!r}.")
+        self._items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size}.items()))
 
     @property
     def blocks(self) -> dict[str, int]:
         """Block sizes by name."""
-        return {k: v for k, v in self._items if k not in ("num_warps", "num_stages")}
+        return {k: v for k, v in self._items if k not in ("num_warps", "num_stages", "cluster_size")}
 
     @property
     def kwargs(self) -> dict[str, Any]:

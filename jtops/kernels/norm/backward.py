@@ -3,8 +3,8 @@
 With x_hat the normalised row and w = g * (scale + scale_offset): dx = rstd * (w - mean(w) - x_hat * mean(w * x_hat)), dscale sums
 g * x_hat over rows, dbias sums g. Without a mean, mean(w) is left out.
 
-Rows that fit a block are read once. Longer ones are read twice, because the sums of their parameters' gradients fit no program's
-registers: a first launch gives each program a part of the columns and finds all sums, a second gives dx.
+Rows that fit a block, or a cluster of blocks, are read once. Longer ones are read twice, because the sums of their parameters'
+gradients fit no program's registers: a first launch gives each program a part of the columns and finds all sums, a second gives dx.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
 from jtops.kernels._lib.device import multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch, Rows
 from jtops.kernels._lib.reduce import sum_parts
@@ -31,11 +32,11 @@ def _statistic(ptr, rows, r):
 
 
 @triton.jit
-def _scale(scale_ptr, row, cols, n, scale_offset):
+def _scale(scale_ptr, row, cols, mask, n, scale_offset):
     """scale + scale_offset of a row of scale; 1 where there is none."""
     scale = 1.0
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32) + scale_offset
+        scale = tl.load(scale_ptr + row * n + cols, mask=mask, other=0.0).to(tl.float32) + scale_offset
     return scale
 
 
@@ -52,46 +53,74 @@ def _store_dx(dx_ptr, dsum_ptr, offsets, mask, dx):
 
 
 @triton.jit
+def _terms(x_ptr, scale_ptr, g_ptr, offsets, mask, mean, rstd, scale):
+    """x_hat, g and w of a tile."""
+    x_hat = _x_hat(x_ptr, offsets, mask, mean, rstd)
+    g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    w = g
+    if scale_ptr is not None:
+        w = g * scale
+    return x_hat, g, w
+
+
+@triton.jit
+def _write_dx(dx_ptr, dsum_ptr, mean_ptr, offsets, mask, x_hat, w, mean_w, mean_wx, rstd):
+    dx = w
+    if mean_ptr is not None:
+        dx = dx - mean_w[:, None]
+    _store_dx(dx_ptr, dsum_ptr, offsets, mask, rstd * (dx - x_hat * mean_wx[:, None]))
+
+
+@triton.jit
+def _write_sum(ptr, pid, n, cols, inside_n, sums):
+    if ptr is not None:
+        total = tl.sum(sums, 0, keep_dims=True).to(ptr.dtype.element_ty)
+        tl.store(ptr + pid * n + cols, total, mask=inside_n)
+
+
+@triton.jit
 def _backward_kernel(
     x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dbias_ptr,
-    n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    n, tiles, parts, group_rows, part_n, scale_inner, scale_own, scale_offset,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLUSTER: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one of `parts` parts of a group of rows that share their parameters: `tiles` tiles of BLOCK_M rows.
+    """One program: one of `parts` parts of a group of rows that share their parameters: `tiles` tiles of BLOCK_M rows; in a cluster
+    the same `part_n` columns of each.
 
     Loop invariant: element (i, j) of dscale and dbias has the sums over the rows so far that stood i-th in their tile.
     """
     pid = tl.program_id(0).to(tl.int64)
     n = multiple_of(n, UNIT)
+    pid, _, cols, inside_n = part_of_row(pid, part_n, n, BLOCK_N, CLUSTER, FULL)
     group, part = pid // parts, pid % parts
     scale_row = own_row(group * group_rows, scale_inner, scale_own)
-    cols = tl.arange(0, BLOCK_N)
-    scale = _scale(scale_ptr, scale_row, cols, n, scale_offset)
+    scale = _scale(scale_ptr, scale_row, cols, inside_n, n, scale_offset)
     dscale = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     end = (group + 1) * group_rows
     for i in tl.range(0, tiles, num_stages=STAGES):
         rows = group * group_rows + (i * parts + part) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (rows < end)[:, None] & (cols < n)[None, :]
-        offsets = rows[:, None] * n + cols[None, :]
-        rstd = _statistic(rstd_ptr, rows, end)
-        x_hat = _x_hat(x_ptr, offsets, mask, _statistic(mean_ptr, rows, end), rstd)
-        g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        w = g
-        if scale_ptr is not None:
-            w = g * scale[None, :]
-        dx = w - x_hat * mean_of(tl.sum(w * x_hat, 1), n)[:, None]
+        mask = (rows < end)[:, None] & inside_n
+        offsets = rows[:, None] * n + cols
+        mean, rstd = _statistic(mean_ptr, rows, end), _statistic(rstd_ptr, rows, end)
+        x_hat, g, w = _terms(x_ptr, scale_ptr, g_ptr, offsets, mask, mean, rstd, scale)
+        sum_wx = tl.sum(w * x_hat, 1)
+        sum_w = tl.zeros((BLOCK_M,), tl.float32)
         if mean_ptr is not None:
-            dx = w - mean_of(tl.sum(w, 1), n)[:, None] - x_hat * mean_of(tl.sum(w * x_hat, 1), n)[:, None]
-        _store_dx(dx_ptr, dsum_ptr, offsets, mask, rstd * dx)
+            sum_w = tl.sum(w, 1)
+        if CLUSTER > 1:
+            sums_w, sums_wx = cluster_gather(sum_w, sum_wx, i)
+            sum_w = tl.sum(tl.where(members(CLUSTER), sums_w, 0.0), 0)[None]
+            sum_wx = tl.sum(tl.where(members(CLUSTER), sums_wx, 0.0), 0)[None]
+        mean_w, mean_wx = mean_of(sum_w, n), mean_of(sum_wx, n)
+        _write_dx(dx_ptr, dsum_ptr, mean_ptr, offsets, mask, x_hat, w, mean_w, mean_wx, rstd)
         if dscale_ptr is not None:
             dscale += g * x_hat
         if dbias_ptr is not None:
             dbias += g
-    if dscale_ptr is not None:
-        tl.store(dscale_ptr + pid * n + cols, tl.sum(dscale, 0).to(dscale_ptr.dtype.element_ty), mask=cols < n)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + pid * n + cols, tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty), mask=cols < n)
+    _write_sum(dscale_ptr, pid, n, cols, inside_n, dscale)
+    _write_sum(dbias_ptr, pid, n, cols, inside_n, dbias)
 
 
 @triton.jit
@@ -108,7 +137,7 @@ def _sums_kernel(
     group, part = pid // blocks // parts, pid // blocks % parts
     scale_row = own_row(group * group_rows, scale_inner, scale_own)
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    scale = _scale(scale_ptr, scale_row, cols, n, scale_offset)
+    scale = _scale(scale_ptr, scale_row, cols, cols < n, n, scale_offset)
     dscale = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     end = (group + 1) * group_rows
@@ -149,7 +178,7 @@ def _dx_kernel(
     x = tl.load(x_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
     w = tl.load(g_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
     if scale_ptr is not None:
-        w = w * _scale(scale_ptr, own_row(row, scale_inner, scale_own), cols, n, scale_offset)
+        w = w * _scale(scale_ptr, own_row(row, scale_inner, scale_own), cols, cols < n, n, scale_offset)
     mean = 0.0
     rstd = tl.load(rstd_ptr + row)
     share = tl.arange(0, SHARES)
@@ -195,9 +224,10 @@ def backward(launch: Launch, operands, saved, cotangents):
     parameters = operands[2 if adds else 1 :]
     written = {"dscale": None, "dbias": None}
     written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
-    config = launch.config or backward_config(launch.target, r, n, x.dtype.itemsize, 2 if dsum is None else 3)
+    arrays_read, clusters = 2 if dsum is None else 3, has_clusters(launch)
+    config = launch.config or backward_config(launch.target, r, n, x.dtype.itemsize, arrays_read, clusters=clusters)
     numbers["backend_options"] = _backend_options(launch, config)
-    run = _rows if n <= config["BLOCK_N"] else _long
+    run = _rows if fits(launch, config, n) else _long
     dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)
     totals = _totals(launch, partial, group_rows, scale_rows, parameters, wanted)
     return *([dx if w else None for w in launch.wanted[:2]] if adds else [dx]), *totals
@@ -218,7 +248,8 @@ def _rows(launch: Launch, config: Config, group_rows: int, written, arrays, dsum
     dx, *partial = launch(
         _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
         **absent(_asked(written)),
-        config=config, flops=16 * r * n, STAGES=config["num_stages"] or 1, grid=groups * parts,
+        config=config, flops=16 * r * n, STAGES=config["num_stages"] or 1,
+        **cluster_parts(config, n, groups * parts),
         out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype), *_sum_types(groups, parts, n, written)],
     )  # fmt: skip
     return dx, partial

@@ -1,7 +1,8 @@
 """Forward kernels of the norms and their launcher.
 
-Rows that fit a block are held in registers, several to a program where they are short. Longer ones are read twice: once for their
-statistics, once to be normalised; by one program each, or, where there are few, by several in two launches.
+Rows that fit a block, or a cluster of blocks, are held in registers, several to a program where they are short. Longer ones are
+read twice: once for their statistics, once to be normalised; by one program each, or, where there are few, by several in two
+launches.
 """
 
 from typing import Any
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
 from jtops.kernels._lib.device import multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch, Rows
-from jtops.kernels.norm.config import forward_config
+from jtops.kernels.norm.config import forward_config, tail
 
 
 @triton.jit
@@ -26,9 +28,9 @@ def mean_of(total, n):
 def parameter(ptr, rows, cols, mask, n, inner, own, EACH: tl.constexpr):
     """A tile of scale or bias in float32. EACH: the rows of x may have different ones (see `Rows`)."""
     if EACH:
-        p = tl.load(ptr + own_row(rows, inner, own)[:, None] * n + cols[None, :], mask=mask, other=0.0)
+        p = tl.load(ptr + own_row(rows, inner, own)[:, None] * n + cols, mask=mask, other=0.0)
     else:
-        p = tl.load(ptr + cols, mask=cols < n, other=0.0, eviction_policy="evict_last")[None, :]
+        p = tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
     return p.to(tl.float32)
 
 
@@ -44,50 +46,6 @@ def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, EVICT: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
-    r, n, tiles, programs, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
-    CENTRED: tl.constexpr, SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr, HOLD: tl.constexpr, UNIT: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One program: `tiles` tiles of BLOCK_M whole rows, `programs` tiles apart. Nothing is carried from one to the next.
-
-    The variance is the mean of squared deviations from the mean, never E[x^2] - E[x]^2. HOLD: what all rows share of scale and
-    bias stays in registers; else it is read when it is needed, so that registers serve rows on their way.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    n = multiple_of(n, UNIT)
-    cols = tl.arange(0, BLOCK_N)
-    if HOLD and not SCALE_EACH and scale_ptr is not None:
-        scale = parameter(scale_ptr, None, cols, None, n, 1, 1, False)
-    if HOLD and not BIAS_EACH and bias_ptr is not None:
-        bias = parameter(bias_ptr, None, cols, None, n, 1, 1, False)
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (rows < r)[:, None] & (cols < n)[None, :]
-        offsets = rows[:, None] * n + cols[None, :]
-        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, "evict_first")
-        if CENTRED:
-            mean = mean_of(tl.sum(x, 1), n)
-            x = tl.where((cols < n)[None, :], x - mean[:, None], 0.0)
-            if mean_ptr is not None:
-                tl.store(mean_ptr + rows, mean, mask=rows < r)
-        rstd = tl.rsqrt(mean_of(tl.sum(x * x, 1), n) + epsilon)
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + rows, rstd, mask=rows < r)
-        y = x * rstd[:, None]
-        if scale_ptr is not None:
-            if not HOLD or SCALE_EACH:
-                scale = parameter(scale_ptr, rows, cols, mask, n, scale_inner, scale_own, SCALE_EACH)
-            y = y * (scale + scale_offset)
-        if bias_ptr is not None:
-            if not HOLD or BIAS_EACH:
-                bias = parameter(bias_ptr, rows, cols, mask, n, bias_inner, bias_own, BIAS_EACH)
-            y = y + bias
-        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _merged(means, squares, counts, n):
     """Mean and sum of squared deviations of a whole, from those of its parts (Chan, Golub and LeVeque).
 
@@ -97,6 +55,116 @@ def _merged(means, squares, counts, n):
     origin = tl.where(tl.abs(origin) < float("inf"), origin, 0.0)  # infinities are not to make NaN of what has none
     mean = origin + mean_of(tl.sum(tl.where(counts > 0, counts * (means - origin), 0.0), 0), n)
     return mean, tl.sum(tl.where(counts > 0, squares + counts * (means - mean) * (means - mean), 0.0), 0)
+
+
+@triton.jit
+def _of_cluster(mean, square, turn, n, part_n, CENTRED: tl.constexpr, CLUSTER: tl.constexpr):
+    """Mean and sum of squared deviations of a row, from those of each member's columns."""
+    means, squares = cluster_gather(mean, square, turn)
+    if CENTRED:
+        counts = tl.minimum(part_n, n - tl.arange(0, 8) * part_n)
+        counts = tl.where(members(CLUSTER) & (counts > 0), counts, 0).to(tl.float32)
+        mean, square = _merged(means, squares, counts, n)
+    else:
+        mean, square = 0.0, tl.sum(tl.where(members(CLUSTER), squares, 0.0), 0)
+    return mean + tl.zeros((1,), tl.float32), square + tl.zeros((1,), tl.float32)
+
+
+@triton.jit
+def _normalised(
+    x, rstd, rows, cols, mask, inside_n, scale_ptr, scale, bias_ptr, bias,
+    n, scale_inner, scale_own, bias_inner, bias_own, scale_offset,
+    SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr, HOLD: tl.constexpr,
+):  # fmt: skip
+    """y of a tile of deviations x; `scale` and `bias` are what is held of them."""
+    y = x * rstd[:, None]
+    if scale_ptr is not None:
+        if not HOLD or SCALE_EACH:
+            scale = parameter(scale_ptr, rows, cols, mask if SCALE_EACH else inside_n, n, scale_inner, scale_own, SCALE_EACH)
+        y = y * (scale + scale_offset)
+    if bias_ptr is not None:
+        if not HOLD or BIAS_EACH:
+            bias = parameter(bias_ptr, rows, cols, mask if BIAS_EACH else inside_n, n, bias_inner, bias_own, BIAS_EACH)
+        y = y + bias
+    return y
+
+
+@triton.jit
+def _held(ptr, cols, inside_n, n, HELD: tl.constexpr):
+    p = 0.0
+    if HELD and ptr is not None:
+        p = parameter(ptr, None, cols, inside_n, n, 1, 1, False)
+    return p
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
+    r, n, tiles, programs, part_n, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
+    CENTRED: tl.constexpr, SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr, HOLD: tl.constexpr, UNIT: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, CLUSTER: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """One program: `tiles` tiles of BLOCK_M whole rows, `programs` tiles apart; of a cluster, the same `part_n` columns of each.
+
+    Nothing is carried from one tile to the next. Rows a little longer than a power of two have a second tile, of their TAIL.
+
+    The variance is the mean of squared deviations from the mean, never E[x^2] - E[x]^2. HOLD: what all rows share of scale and
+    bias stays in registers; else it is read when it is needed, so that registers serve rows on their way.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    n = multiple_of(n, UNIT)
+    pid, part, cols, inside_n = part_of_row(pid, part_n, n, BLOCK_N, CLUSTER, FULL)
+    own_n = n if CLUSTER == 1 else tl.minimum(part_n, n - part * part_n)
+    scale = _held(scale_ptr, cols, inside_n, n, HOLD and not SCALE_EACH)
+    bias = _held(bias_ptr, cols, inside_n, n, HOLD and not BIAS_EACH)
+    if TAIL > 0:
+        cols_t = BLOCK_N + tl.arange(0, TAIL)[None, :]
+        inside_t = cols_t < n
+        scale_t = _held(scale_ptr, cols_t, inside_t, n, HOLD and not SCALE_EACH)
+        bias_t = _held(bias_ptr, cols_t, inside_t, n, HOLD and not BIAS_EACH)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < r)[:, None] & inside_n
+        offsets = rows[:, None] * n + cols
+        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, "evict_first")
+        if TAIL > 0:
+            mask_t = (rows < r)[:, None] & inside_t
+            offsets_t = rows[:, None] * n + cols_t
+            t = _input(x_ptr, residual_ptr, sum_ptr, offsets_t, mask_t, "evict_first")
+        mean = tl.zeros((BLOCK_M,), tl.float32)
+        if CENTRED:
+            mean = tl.sum(x, 1)
+            if TAIL > 0:
+                mean += tl.sum(t, 1)
+            mean = mean_of(mean, own_n)
+            x = tl.where(inside_n, x - mean[:, None], 0.0)
+        square = tl.sum(x * x, 1)
+        if TAIL > 0:
+            if CENTRED:
+                t = tl.where(inside_t, t - mean[:, None], 0.0)
+            square += tl.sum(t * t, 1)
+        if CLUSTER > 1:
+            whole, square = _of_cluster(mean, square, i, n, part_n, CENTRED, CLUSTER)
+            x = tl.where(inside_n, x + (mean - whole)[:, None], 0.0)
+            mean = whole
+        rstd = tl.rsqrt(mean_of(square, n) + epsilon)
+        if part == 0:
+            if mean_ptr is not None:
+                tl.store(mean_ptr + rows, mean, mask=rows < r)
+            if rstd_ptr is not None:
+                tl.store(rstd_ptr + rows, rstd, mask=rows < r)
+        y = _normalised(
+            x, rstd, rows, cols, mask, inside_n, scale_ptr, scale, bias_ptr, bias,
+            n, scale_inner, scale_own, bias_inner, bias_own, scale_offset, SCALE_EACH, BIAS_EACH, HOLD,
+        )  # fmt: skip
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if TAIL > 0:
+            y = _normalised(
+                t, rstd, rows, cols_t, mask_t, inside_t, scale_ptr, scale_t, bias_ptr, bias_t,
+                n, scale_inner, scale_own, bias_inner, bias_own, scale_offset, SCALE_EACH, BIAS_EACH, HOLD,
+            )  # fmt: skip
+            tl.store(y_ptr + offsets_t, y.to(y_ptr.dtype.element_ty), mask=mask_t)
 
 
 @triton.jit
@@ -196,13 +264,13 @@ def forward(launch: Launch, x, *others):
     x = launch.rows[0].full(x)
     r, n = x.shape
     centred = launch.op.endswith("layer_norm")
-    config = launch.config or forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds)
+    config = launch.config or forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds, clusters=has_clusters(launch))
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if adds:
         results["sum"] = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, residual.dtype))
     if launch.residuals:
         results |= {name: jax.ShapeDtypeStruct((r,), jnp.float32) for name in ("mean", "rstd")[not centred :]}
-    run = _rows if n <= config["BLOCK_N"] else _long
+    run = _rows if fits(launch, config, n - tail(config, n)) else _long
     numbers = {
         "n": n,
         "epsilon": launch.options["epsilon"],
@@ -223,9 +291,9 @@ def _rows(launch: Launch, config: Config, arrays, results, numbers) -> dict[str,
     programs = min(config["PROGRAMS"], total)
     out = launch(
         _forward_kernel, **arrays, **numbers, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
-        r=r, tiles=cdiv(total, programs), programs=programs, config=config, flops=8 * r * n, grid=programs,
+        **cluster_parts(config, n, programs), r=r, tiles=cdiv(total, programs), programs=programs, config=config, flops=8 * r * n,
         out_type=list(results.values()), SCALE_EACH=numbers["scale_own"] > 1, BIAS_EACH=numbers["bias_own"] > 1,
-        HOLD=programs < total,
+        HOLD=programs < total, TAIL=tail(config, n),
     )  # fmt: skip
     return dict(zip(results, out, strict=True))
 

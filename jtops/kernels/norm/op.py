@@ -256,6 +256,7 @@ _LAYER_NORM = Spec(
         Case("parts", (Input((520, 6)), Input((6,)), Input((6,))), "parameter gradients summed in several parts"),
         Case("tiles", (Input((37, 6)), Input((6,)), Input((6,))), "several tiles a program", config=_TILES),
         Case("blocks", (Input((5, 300)), Input((300,)), Input((300,))), "rows longer than a block", config=_BLOCKS),
+        Case("tail", (Input((5, 70)), Input((70,)), Input((70,))), "rows a little longer than a block", config=_BLOCKS),
         Case("split", (Input((5, 300)), Input((300,)), Input((300,))), "few long rows, several programs each", config=_SPLIT),
     ),
     compiled=(

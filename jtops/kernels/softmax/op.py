@@ -297,6 +297,9 @@ _SOFTMAX = Spec(
         Case("tiles", (Input((11, 7)), None), "several tiles a program", config=_TILES),
         Case("split", (Input((3, 300)), Input((3, 300), true=0.5)), "few long rows, several programs each", config=_SPLIT),
         Case("blocks", (Input((3, 300)), None), "rows longer than a block: two passes", config=_BLOCKS),
+        Case("shifted", (Input((8, 101)), None), "rows that begin inside a vector"),
+        Case("shifted_blocks", (Input((8, 301)), None), "the same, in two passes", config=_BLOCKS),
+        Case("shifted_split", (Input((8, 301)), None), "the same, by several programs", config=_SPLIT),
         Case("where_blocks", (Input((3, 300)), Input((3, 300), true=0.5)), "the same, masked", config=_BLOCKS),
     ),
     compiled=(

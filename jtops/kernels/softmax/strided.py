@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv
-from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.device import exp, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Launch
 from jtops.kernels.softmax.config import strided_config
 from jtops.kernels.softmax.rows import finite, gradient, result
@@ -59,7 +59,7 @@ def _strided_forward_kernel(
         mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
         x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
         m = tl.max(x, 0)
-        s = tl.sum(tl.exp(x - finite(m, OP)[None, :]), 0)
+        s = tl.sum(exp(x - finite(m, OP)[None, :]), 0)
     else:
         m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         s = tl.zeros((BLOCK_M,), tl.float32)
@@ -69,7 +69,7 @@ def _strided_forward_kernel(
             x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
             m_new = tl.maximum(m, tl.max(x, 0))
             safe = finite(m_new, OP)
-            s = tl.where(m == m_new, s, s * tl.exp(m - safe)) + tl.sum(tl.exp(x - safe[None, :]), 0)
+            s = tl.where(m == m_new, s, s * exp(m - safe)) + tl.sum(exp(x - safe[None, :]), 0)
             m = m_new
     base_m = finite(m, OP)
     if OP == "logsumexp":
@@ -79,14 +79,14 @@ def _strided_forward_kernel(
         tl.store(log_ptr + b * inner + columns, tl.log(s), mask=columns < inner)
     if OP != "logsumexp":
         if ONE_BLOCK:
-            y = result(x, mask, base_m[None, :], s[None, :], OP)
+            y = result(x, exp(x - base_m[None, :]), mask if where_ptr is not None else None, base_m[None, :], s[None, :], OP)
             tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
         else:
             for start in range(0, n, BLOCK_N):
                 offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
                 mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
                 x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
-                y = result(x, mask, base_m[None, :], s[None, :], OP)
+                y = result(x, exp(x - base_m[None, :]), mask if where_ptr is not None else None, base_m[None, :], s[None, :], OP)
                 tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -134,7 +134,7 @@ def _strided_backward_kernel(
         g = 0.0
         if OP != "logsumexp":
             g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        dx = gradient(a, g, top, log, weight[None, :], mask, OP)
+        dx = gradient(a, g, top, log, weight[None, :], mask if where_ptr is not None else None, OP)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
