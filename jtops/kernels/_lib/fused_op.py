@@ -398,6 +398,7 @@ def _run_kernel(call: Call, platform: str, *args) -> list:
         options=dict(call.options),
         config=call.config,
         target=target.resolve(platform, call.target) if platform in KERNEL_PLATFORMS else target.assumed(call.target),
+        device=target.device_kind(platform) if platform in KERNEL_PLATFORMS and call.target is None else None,
         interpret=call.implementation == "interpret",
     )
     collapsed = spread((_collapse(x, n, shape) for x in primals), call.present)

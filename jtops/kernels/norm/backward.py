@@ -7,6 +7,7 @@ Rows that fit a block are read once. Longer ones are read twice, because the sum
 registers: a first launch gives each program a part of the columns and finds all sums, a second gives dx.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -195,7 +196,9 @@ def backward(launch: Launch, operands, saved, cotangents):
     parameters = operands[2 if adds else 1 :]
     written = {"dscale": None, "dbias": None}
     written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
-    config = launch.config or backward_config(launch.target, r, n, x.dtype.itemsize, 2 if dsum is None else 3)
+    heuristic = backward_config(launch.target, r, n, x.dtype.itemsize, 2 if dsum is None else 3)
+    kernels, sizes = (_backward_kernel, _sums_kernel, _dx_kernel), {"r": r, "n": n, "groups": r // group_rows}
+    config = launch.choose(heuristic, kernels, (x, scale, g, dsum), sizes, unit=math.gcd(n, 16), wanted=tuple(wanted))
     numbers["backend_options"] = _backend_options(launch, config)
     run = _rows if n <= config["BLOCK_N"] else _long
     dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)

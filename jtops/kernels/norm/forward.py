@@ -4,6 +4,7 @@ Rows that fit a block are held in registers, several to a program where they are
 statistics, once to be normalised; by one program each, or, where there are few, by several in two launches.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -196,7 +197,10 @@ def forward(launch: Launch, x, *others):
     x = launch.rows[0].full(x)
     r, n = x.shape
     centred = launch.op.endswith("layer_norm")
-    config = launch.config or forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds)
+    heuristic = forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds)
+    kernels, sizes = (_forward_kernel, _long_forward_kernel), {"r": r, "n": n}
+    each = tuple(p is not None and p.own > 1 for p in (scale_rows, bias_rows))
+    config = launch.choose(heuristic, kernels, (x, residual, scale, bias), sizes, unit=math.gcd(n, 16), each=each)
     results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
     if adds:
         results["sum"] = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, residual.dtype))

@@ -6,6 +6,7 @@ maximum and sum, once for the result; by one program each, or, where there are f
 OP is the public name. What it makes of infinities is jax.nn's: a row of nothing but -inf is NaN, logsumexp of it -inf.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -250,6 +251,13 @@ def _long_backward_kernel(
             tl.store(dx_ptr + row * n + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
+def _choice(launch: Launch, heuristic: Config, x, where, name: str) -> Config:
+    r, n = x.shape
+    kernels = (_backward_kernel, _long_backward_kernel) if name == "vjp" else (_forward_kernel, _long_forward_kernel)
+    where_n = where is not None and where.shape[-1] != 1
+    return launch.choose(heuristic, kernels, (x, where), {"r": r, "n": n}, name, unit=math.gcd(n, 16), where_n=where_n)
+
+
 def _absent(**present: bool) -> dict[str, Any]:
     return {f"{name}_ptr": None for name, there in present.items() if not there}
 
@@ -287,7 +295,7 @@ def _split(config: Config, r: int, n: int) -> dict[str, Any]:
 def forward(launch: Launch, x, where, keeps: bool):
     """x [r, n] -> the result; and if it `keeps` them, the maxima and the logarithms of the sums."""
     r, n = x.shape
-    config = launch.config or rows_config(launch.target, r, n, x.dtype.itemsize, 1)
+    config = _choice(launch, rows_config(launch.target, r, n, x.dtype.itemsize, 1), x, where, "fwd" if keeps else "out")
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
     results = [jax.ShapeDtypeStruct((r,) if launch.op == "logsumexp" else (r, n), x.dtype)]
     results += [jax.ShapeDtypeStruct((r,), jnp.float32)] * (2 * keeps)
@@ -309,7 +317,7 @@ def forward(launch: Launch, x, where, keeps: bool):
 def backward(launch: Launch, a, g, top, log, where):
     """a [r, n] and g, of its shape or [r] -> dx."""
     r, n = a.shape
-    config = launch.config or rows_config(launch.target, r, n, a.dtype.itemsize, 2)
+    config = _choice(launch, rows_config(launch.target, r, n, a.dtype.itemsize, 2), a, where, "vjp")
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
     out = jax.ShapeDtypeStruct((r, n), a.dtype)
     if n <= config["BLOCK_N"]:
