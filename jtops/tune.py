@@ -39,11 +39,8 @@ from jtops.kernels._lib.fused_op import Call, fused_p, run_kernel
 from jtops.kernels._lib.spec import Case, Input, Spec
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
-_ALL, _COLD, _RESULTS = (
-    1 << 20,
-    2**28,
-    2**32,
-)  # PROGRAMS from here: one for each tile; bytes that no cache holds; of results at once
+_ALL = 1 << 20  # PROGRAMS from here on is one for each tile
+_COLD, _RESULTS = 2**28, 2**32  # bytes: of operands that no cache holds; of results that a program may have
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ def _stage(call: Call, platform: str) -> Callable:
 def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
     """Every distinct choice that the kernels of ``f(*args)`` make."""
     found: dict[tuned.Problem, _Task] = {}
-    for equation in _equations(jax.make_jaxpr(lambda *a: f(*a))(*args).jaxpr):  # a new function: JAX remembers traces
+    for equation in _equations(jax.make_jaxpr(functools.partial(f))(*args).jaxpr):  # a new function: JAX remembers traces
         call = equation.params["call"]
         avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
         primals = iter(avals)
@@ -243,14 +240,15 @@ def _climb(trial: _Trial, pool: concurrent.futures.Executor, deadline: float) ->
     """From the heuristic to a neighbour that is faster, until none is."""
     choice = trial.task.choice
     trial.prepare()
-    best, tried, dropped = choice.heuristic, {choice.heuristic}, []
+    best, tried, dropped = choice.heuristic, {choice.heuristic}, list[str]()
     while time.monotonic() < deadline:
         new = [c for c in neighbours(best) if c not in tried]
         tried.update(new)
         built = [c for c, error in zip(new, pool.map(trial.build, new), strict=True) if error is None and trial.runs(c)]
         seconds = trial.race([best, *built]) if built else {}
         faster = sorted((c for c in built if seconds[c] < STEP * seconds[best]), key=seconds.__getitem__)
-        right = next((c for c in faster if trial.agrees(c) or dropped.append(repr(c))), None)
+        right = next((c for c in faster if trial.agrees(c)), None)
+        dropped += map(repr, faster[: len(faster) if right is None else faster.index(right)])
         for c in built:
             if c not in (right, choice.heuristic):
                 del trial.programs[c]
@@ -297,16 +295,15 @@ def tune(
       JtopsError: `write` is a file that is no table.
     """
     device = _device(dry_run)
-    named = target.requested()
-    tasks = _tasks(f, args, target.Target.parse(named).platform if named else target.of_device(device).platform)
+    tasks = _tasks(f, args, target.Target.parse(target.requested() or str(target.of_device(device))).platform)
     if dry_run:
-        results = tuple(Result(t.choice.problem, t.now.source, t.now) for t in tasks)
-        for result in results:
+        found = tuple(Result(t.choice.problem, t.now.source, t.now) for t in tasks)
+        for result in found:
             progress(str(result))
-        return results
+        return found
     path = _path(write, str(device.device_kind))
     end = math.inf if budget is None else time.monotonic() + budget
-    results = []
+    results: list[Result] = []
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for left, task in zip(range(len(tasks), 0, -1), tasks, strict=True):
             start = time.monotonic()
@@ -364,9 +361,9 @@ def specs() -> dict[str, Spec]:
     """Every op's SPEC, by name."""
     found = {}
     for name in jtops.__all__:
-        module = sys.modules[f.__module__] if inspect.isfunction(f := getattr(jtops, name)) else None
-        for spec in [*getattr(module, "SPECS", []), *([module.SPEC] if hasattr(module, "SPEC") else [])]:
-            found[spec.name] = spec
+        module = vars(sys.modules[f.__module__]) if inspect.isfunction(f := getattr(jtops, name)) else {}
+        given = [module["SPEC"]] if "SPEC" in module else module.get("SPECS", [])
+        found |= {spec.name: spec for spec in given}
     return dict(sorted(found.items()))
 
 
@@ -402,11 +399,12 @@ def shaped(spec: Spec, case: Case, text: str) -> Case:
     if new is None or first is None or len(given) > len(case.inputs):
         raise ValueError(f"{spec.name} has operands {', '.join(spec.operands)}; got the shapes {text}.")
     inputs: list[Input | None] = []
+    shape: tuple[int, ...] | None
     for i, (name, old) in enumerate(zip(spec.operands, case.inputs, strict=True)):
         if i < len(given):
             shape = given[i]
         elif old is None or old.shape == first.shape[len(first.shape) - len(old.shape) :]:
-            shape = old and new[len(new) - len(old.shape) :]
+            shape = None if old is None else new[len(new) - len(old.shape) :]
         else:
             raise ValueError(f"{spec.name}: give the shape of {name} too: the shapes of all operands, apart by commas.")
         inputs.append(None if shape is None else dataclasses.replace(old or Input(()), shape=shape))
