@@ -5,7 +5,7 @@
     python -m jtops.tune matmul --case mlp --shape 8192x5120,5120x20480,20480
 
 tune whole programs by `tune`, which finds every kernel that a function such as a training step launches. Programs that are lowered
-afterwards take what was found: see `jtops.kernels._lib.tuned` for the tables. Nothing else ever times the library's ops.
+afterwards, in other processes or by functions that JAX has not compiled yet, take what was found: see `jtops.kernels._lib.tuned` for the tables. Nothing else ever times the library's ops.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from jtops.kernels._lib.spec import Case, Input, Spec
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
 _ALL = 1 << 20  # PROGRAMS from here on is one for each tile
-_COLD, _RESULTS = 2**28, 2**32  # bytes: of operands that no cache holds; of results that a program may have
+_COLD, _RESULTS = 2**28, 2**30  # bytes: of operands that no cache holds; of results that a program may have
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,14 +122,12 @@ def neighbours(start: Config) -> list[Config]:
         others = (128, 256, 512, 1024) if programs >= _ALL else (programs // 2, programs * 2, 1 << 30)
         made += [now | {"PROGRAMS": p} for p in others]
         made += [now | {"PROGRAMS": p, "num_stages": 3} for p in others if programs >= _ALL]  # worth little one without the other
-    legal = [new for new in made if min(v for v in new.values() if v is not None) >= 1 and _sane(new, tiles)]
+    # A thread has some elements of the largest tile, and can hold them.
+    held = lambda c: math.prod(sorted(c[name] for name in tiles)[-2:]) / (32 * max(c["num_warps"], 1))
+    low, high = min(1 / 4, held(now)), max(256, held(now))
+    sane = lambda c: c["num_warps"] <= 32 and (c["num_stages"] or 1) <= 7 and low <= held(c) <= high
+    legal = [new for new in made if min(v for v in new.values() if v is not None) >= 1 and sane(new)]
     return list(dict.fromkeys(Config(**new) for new in legal))
-
-
-def _sane(new: Mapping[str, Any], tiles: Sequence[str]) -> bool:
-    """A thread has some elements of the largest tile and can hold them."""
-    held = math.prod(sorted(new[name] for name in tiles)[-2:]) / (32 * new["num_warps"])
-    return new["num_warps"] <= 32 and (new["num_stages"] or 1) <= 7 and 1 / 4 <= held <= 256
 
 
 # -------------------------------------------------------------------------------------------------------------- measuring
@@ -139,12 +137,17 @@ class _Trial:
     """One choice on one GPU: programs of its stage with other configs, on the same random data."""
 
     def __init__(self, task: _Task, device: Any):
-        self.task, self.device, self.platform = task, device, target.Target.parse(str(task.choice.target)).platform
+        self.task, self.device = task, device
         self.settings: tuple = jax.config.jax_enable_x64, config.launch.value
         self.texts: dict[str, Config] = {}
-        self.lock = threading.Lock()
+        self.lock, self.running = threading.Lock(), threading.Semaphore(4)
         self.programs: dict[Config, Callable] = {}
         self.calls, self.sets = 1, [self.operands(0)]
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of what programs are for."""
+        return target.Target.parse(str(self.task.choice.target)).platform
 
     def operands(self, seed: int) -> list[jax.Array]:
         """Noise for floats; of integers, one per batch element is a length: all of it; others are 0."""
@@ -176,7 +179,7 @@ class _Trial:
                 raise error
 
     def build(self, candidate: Config) -> Exception | None:
-        """Compile the stage with a config, or say what is wrong with it. May run in any thread."""
+        """Compile the stage with a config and run it once, or say what is wrong with it. In any thread."""
         call, problem = self.task.call, self.task.choice.problem
 
         def program(sets):  # every result is a result of the program, and waits for the one before: nothing can be left out
@@ -193,13 +196,15 @@ class _Trial:
             try:
                 with tuned.forcing(problem, candidate):  # a new function each time, and the choice is made while it is traced
                     traced = jax.jit(program).trace(self.sets)
-                lowered = traced.lower(lowering_platforms=(self.platform,))
+                lowered = traced.lower()
                 text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
                 with self.lock:
                     twin = self.texts.setdefault(text, candidate)
                 if twin != candidate:
                     return ValueError(f"the same program as {twin}")
                 self.programs[candidate] = lowered.compile()
+                with self.running:  # the driver compiles, too, and may find that the GPU has less than is asked for
+                    self.run(candidate)
             except (KernelCompileError, ValueError, jax.errors.JaxRuntimeError) as error:
                 return error
         return None
@@ -207,14 +212,6 @@ class _Trial:
     def run(self, candidate: Config) -> list[jax.Array]:
         """The first call's results."""
         return jax.block_until_ready(self.programs[candidate](self.sets))[0]
-
-    def runs(self, candidate: Config) -> bool:
-        """Whether it does; what was compiled may still ask for more than the GPU has."""
-        try:
-            self.run(candidate)
-        except jax.errors.JaxRuntimeError:
-            return False
-        return True
 
     def race(self, candidates: Sequence[Config]) -> dict[Config, float]:
         """Seconds of a call."""
@@ -244,7 +241,7 @@ def _climb(trial: _Trial, pool: concurrent.futures.Executor, deadline: float) ->
     while time.monotonic() < deadline:
         new = [c for c in neighbours(best) if c not in tried]
         tried.update(new)
-        built = [c for c, error in zip(new, pool.map(trial.build, new), strict=True) if error is None and trial.runs(c)]
+        built = [c for c, error in zip(new, pool.map(trial.build, new), strict=True) if error is None]
         seconds = trial.race([best, *built]) if built else {}
         faster = sorted((c for c in built if seconds[c] < STEP * seconds[best]), key=seconds.__getitem__)
         right = next((c for c in faster if trial.agrees(c)), None)
@@ -351,6 +348,8 @@ def _write(path: Path, device: Any, task: _Task, result: Result) -> None:
     if result.said == "tuned":
         settings = {k: v for k, v in result.config.kwargs.items() if v is not None}
         entries = [tuned.Entry(result.problem, settings, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
+    elif not path.exists():
+        return
     tuned.store(path, str(device.device_kind), str(task.choice.target), entries, () if entries else (result.problem,))
 
 
@@ -359,7 +358,7 @@ def _write(path: Path, device: Any, task: _Task, result: Result) -> None:
 
 def specs() -> dict[str, Spec]:
     """Every op's SPEC, by name."""
-    found = {}
+    found: dict[str, Spec] = {}
     for name in jtops.__all__:
         module = vars(sys.modules[f.__module__]) if inspect.isfunction(f := getattr(jtops, name)) else {}
         given = [module["SPEC"]] if "SPEC" in module else module.get("SPECS", [])
