@@ -4,8 +4,9 @@
     python -m jtops.tune rms_norm --shape 8192x5120              # a size of one's own
     python -m jtops.tune matmul --case mlp --shape 8192x5120,5120x20480,20480
 
-tune whole programs by `tune`, which finds every kernel that a function such as a training step launches. Programs that are lowered
-afterwards, in other processes or by functions that JAX has not compiled yet, take what was found: see `jtops.kernels._lib.tuned` for the tables. Nothing else ever times the library's ops.
+Whole programs are tuned by `tune`, which finds every kernel that a function such as a training step launches. What is lowered
+afterwards, in other processes or by functions that JAX has not compiled yet, takes what was found: see
+`jtops.kernels._lib.tuned` for the tables. Nothing else ever times the library's ops.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import itertools
 import math
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +103,8 @@ def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
             with tuned.choices() as choices:
                 jax.eval_shape(_stage(call, platform), *avals)
             for choice, now in choices:
-                found.setdefault(choice.problem, _Task(call, avals, choice, now))
+                if choice.problem not in found or found[choice.problem].now.source == "explicit":
+                    found[choice.problem] = _Task(call, avals, choice, now)
     return list(found.values())
 
 
@@ -179,7 +182,7 @@ class _Trial:
                 raise error
 
     def build(self, candidate: Config) -> Exception | None:
-        """Compile the stage with a config and run it once, or say what is wrong with it. In any thread."""
+        """Compile the stage with a config and run it once, or say why not. In any thread."""
         call, problem = self.task.call, self.task.choice.problem
 
         def program(sets):  # every result is a result of the program, and waits for the one before: nothing can be left out
@@ -192,7 +195,7 @@ class _Trial:
             return done
 
         x64, launch = self.settings
-        with jax.enable_x64(x64), config.launch(launch), jax.default_device(self.device):
+        with jax.enable_x64(x64), config.launch(launch), jax.debug_nans(False), jax.default_device(self.device):
             try:
                 with tuned.forcing(problem, candidate):  # a new function each time, and the choice is made while it is traced
                     traced = jax.jit(program).trace(self.sets)
@@ -201,11 +204,11 @@ class _Trial:
                 with self.lock:
                     twin = self.texts.setdefault(text, candidate)
                 if twin != candidate:
-                    return ValueError(f"the same program as {twin}")
+                    return JtopsError(f"{candidate} makes the same program as {twin}")
                 self.programs[candidate] = lowered.compile()
                 with self.running:  # the driver compiles, too, and may find that the GPU has less than is asked for
                     self.run(candidate)
-            except (KernelCompileError, ValueError, jax.errors.JaxRuntimeError) as error:
+            except (KernelCompileError, jax.errors.JaxRuntimeError) as error:
                 return error
         return None
 
@@ -233,30 +236,37 @@ def _close(a, b, tolerance: float):
     return jnp.all((a == b) | (jnp.abs(a - b) <= bound) | (jnp.isnan(a) & jnp.isnan(b)))
 
 
+def _faster(trial: _Trial, pool: concurrent.futures.Executor, best: Config, new: Sequence[Config], dropped: list[str]) -> Config:
+    """The fastest of `new` that computes the same, if it beats `best`; else that."""
+    built = [c for c, error in zip(new, pool.map(trial.build, new), strict=True) if error is None]
+    seconds = trial.race([best, *built]) if built else {}
+    order = sorted((c for c in built if seconds[c] < STEP * seconds[best]), key=seconds.__getitem__)
+    right = next((c for c in order if trial.agrees(c)), best)
+    dropped += map(repr, order[: order.index(right)] if right in order else order)
+    for c in built:
+        if c != right:
+            del trial.programs[c]
+    return right
+
+
 def _climb(trial: _Trial, pool: concurrent.futures.Executor, deadline: float) -> Result:
-    """From the heuristic to a neighbour that is faster, until none is."""
-    choice = trial.task.choice
+    """From the heuristic, or from what a table has if that is faster, to a neighbour that is faster, until none is."""
+    problem, heuristic, now = trial.task.choice.problem, trial.task.choice.heuristic, trial.task.now
     trial.prepare()
-    best, tried, dropped = choice.heuristic, {choice.heuristic}, list[str]()
+    dropped: list[str] = []
+    tried = {heuristic, now}
+    best = _faster(trial, pool, heuristic, [now] if now != heuristic else [], dropped)
     while time.monotonic() < deadline:
         new = [c for c in neighbours(best) if c not in tried]
         tried.update(new)
-        built = [c for c, error in zip(new, pool.map(trial.build, new), strict=True) if error is None]
-        seconds = trial.race([best, *built]) if built else {}
-        faster = sorted((c for c in built if seconds[c] < STEP * seconds[best]), key=seconds.__getitem__)
-        right = next((c for c in faster if trial.agrees(c)), None)
-        dropped += map(repr, faster[: len(faster) if right is None else faster.index(right)])
-        for c in built:
-            if c not in (right, choice.heuristic):
-                del trial.programs[c]
-        if right is None:
+        if (better := _faster(trial, pool, best, new, dropped)) == best:
             break
-        best = right
-    final = trial.race([*{choice.heuristic, best}])  # once more, alone
-    ours, theirs = final[best], final[choice.heuristic]
+        best = better
+    final = trial.race([*{heuristic, best}])  # once more, alone
+    ours, theirs = final[best], final[heuristic]
     if ours > WORTH * theirs:
-        return Result(choice.problem, "heuristic", choice.heuristic, theirs, theirs, tuple(dropped))
-    return Result(choice.problem, "tuned", best, ours, theirs, tuple(dropped))
+        return Result(problem, "heuristic", heuristic, theirs, theirs, tuple(dropped))
+    return Result(problem, "tuned", best, ours, theirs, tuple(dropped))
 
 
 def tune(
@@ -271,10 +281,10 @@ def tune(
 
     >>> jtops.tune.tune(jax.grad(loss), params, batch)
 
-    The function is traced, never run; each distinct choice of a config is tuned on random data by climbing from the heuristic's
-    to faster neighbours. A config is written if its stage takes at most 97 % of the heuristic's time; where none does, an entry
-    that the table has is deleted. Configs that a call gives itself are left alone. What a program shares out automatically over
-    several GPUs is tuned whole: give `tune` the part of one.
+    The function is traced, never run; each distinct choice of a config is tuned on random data, by climbing from the heuristic's,
+    or the table's where it is faster, to faster neighbours. A config is written if its stage takes at most 97 % of the
+    heuristic's time; where none does, an entry that the table has is deleted. Configs that a call gives itself are left alone. What
+    a program shares out automatically over several GPUs is tuned whole: give `tune` the part of one.
 
     Args:
       f: a function that `jax.jit` takes, such as a training step.
@@ -289,7 +299,7 @@ def tune(
 
     Raises:
       UnsupportedError: this process has no GPU, or `jtops.config.target` names another one.
-      JtopsError: `write` is a file that is no table.
+      JtopsError: `write` is a file that is no table, or cannot be written.
     """
     device = _device(dry_run)
     tasks = _tasks(f, args, target.Target.parse(target.requested() or str(target.of_device(device))).platform)
@@ -301,7 +311,7 @@ def tune(
     path = _path(write, str(device.device_kind))
     end = math.inf if budget is None else time.monotonic() + budget
     results: list[Result] = []
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with jax.debug_nans(False), concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for left, task in zip(range(len(tasks), 0, -1), tasks, strict=True):
             start = time.monotonic()
             if task.now.source == "explicit":
@@ -332,10 +342,13 @@ def _device(dry_run: bool) -> Any:
 
 def _path(write: str | os.PathLike, device_kind: str) -> Path:
     named = {"user": tuned.user_directory(), "shipped": tuned.SHIPPED}
-    if write in named:
-        return named[str(write)] / tuned.file_name(device_kind)
-    path = Path(write)
-    if path.exists():
+    path = named[str(write)] / tuned.file_name(device_kind) if write in named else Path(write)
+    try:  # before anything is measured
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise JtopsError(f"tune: {path.parent} cannot be written: {error}. Name another path, or set JTOPS_TUNING_DIR.") from error
+    if path.exists() and write not in named:
         try:
             tuned.load(path, "")
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -158,7 +158,9 @@ def test_it_climbs_and_writes_and_the_table_is_read(gpu, tmp_path):
     assert tuned_now().source == "tuned table (user)"
     (entry,) = tuned.load(tmp_path / "tuning" / TABLE, "").entries.values()
     assert entry.config["BLOCK_M"] == 1
-    # It is tuned from the heuristic, not from the entry; where nothing is gained any more, the entry goes.
+    # Tuned again without time to climb, it stays; where nothing is gained any more, it goes.
+    (again,) = tune.tune(f, X, budget=1e-3, progress=said.append)
+    assert (again.said, again.config) == ("tuned", result.config)
     gpu.cost = lambda c: 100 if c == start else 99
     assert [r.said for r in tune.tune(f, X, progress=said.append)] == ["heuristic"]
     assert tuned_now() == start
@@ -169,7 +171,7 @@ def test_small_gains_are_not_written(gpu, tmp_path):
     (result,) = tune.tune(f, X, progress=lambda _: None)
     assert (result.said, result.config.source) == ("heuristic", "heuristic")
     assert (result.seconds, result.heuristic_seconds) == pytest.approx((100e-6, 100e-6))
-    assert not (tmp_path / "tuning").exists()
+    assert not (tmp_path / "tuning" / TABLE).exists()
 
 
 def test_a_config_that_computes_something_else_is_dropped(gpu):
@@ -205,7 +207,9 @@ def test_explicit_configs_and_a_spent_budget(gpu, tmp_path):
     g = lambda x: f(jtops.softmax(x, config=Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=4)))
     results = tune.tune(g, X, budget=0, progress=lambda _: None)
     assert sorted(r.said for r in results) == ["explicit", "no time"]
-    assert not (tmp_path / "tuning").exists()
+    both = lambda x: g(x) + jtops.softmax(x)  # one problem, of which one call says what it wants
+    assert [r.said for r in tune.tune(both, X, budget=0, progress=lambda _: None)] == ["no time", "no time"]
+    assert not (tmp_path / "tuning" / TABLE).exists()
 
 
 def test_where_it_writes(gpu, tmp_path):
@@ -215,6 +219,8 @@ def test_where_it_writes(gpu, tmp_path):
         tune.tune(f, X, write=write, progress=lambda _: None)
         assert len(tuned.load(path, "").entries) == 1
     assert tuned_now().source == "tuned table (shipped)"
+    with pytest.raises(JtopsError, match="tune: /proc/a cannot be written"):
+        tune.tune(f, X, write="/proc/a/b.json")
     (tmp_path / "notes.txt").write_text("of mine")
     with pytest.raises(JtopsError, match=r"notes\.txt is there and is no table"):
         tune.tune(f, X, write=tmp_path / "notes.txt")
