@@ -185,13 +185,15 @@ class _Trial:
         """Compile the stage with a config and run it once, or say why not. In any thread."""
         call, problem = self.task.call, self.task.choice.problem
 
+        stage = jax.jit(_stage(call, self.platform))
+
         def program(sets):  # every result is a result of the program, and waits for the one before: nothing can be left out
             done: list = []
             for i in range(self.calls):
                 arrays = sets[i % len(sets)]
                 if done:
                     arrays, done[-1] = jax.lax.optimization_barrier((arrays, done[-1]))
-                done.append(_stage(call, self.platform)(*arrays))
+                done.append(stage(*arrays))
             return done
 
         x64, launch = self.settings

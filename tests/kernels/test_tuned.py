@@ -274,21 +274,20 @@ def test_explain_says_the_source():
 SHIPPED_TABLES = [tuned.load(path, "shipped") for path in sorted(tuned.SHIPPED.glob("*.json"))]
 
 
-@functools.cache
-def shipped_tasks(on: str) -> dict[tuned.Problem, tune._Task]:
-    """Every choice of the compiled cases of all SPECs."""
+def shipped_tasks(table) -> dict[tuned.Problem, tune._Task]:
+    """Every choice of the compiled cases of the SPECs, of the ops and dtypes that a table has."""
     found = {}
-    for spec in SPECS.values():
-        for case, dtype in itertools.product(spec.compiled, spec.dtypes):
-            f, types = tune.program(spec, case, dtype)
-            found |= {task.choice.problem: task for task in tasks(f, *types, on=on)}
+    for op, dtype in {(p.op, p.text.split(",")[0].split()[0]) for p in table.entries}:
+        for case in SPECS[op].compiled:
+            f, types = tune.program(SPECS[op], case, dtype)
+            found |= {task.choice.problem: task for task in tasks(f, *types, on=table.target)}
     return found
 
 
 def test_shipped_entries_are_of_the_kernels_there_are():
     """Stale ones do nothing but warn: tune the op again, or delete them."""
     for table in SHIPPED_TABLES:
-        known = shipped_tasks(table.target)
+        known = shipped_tasks(table)
         unknown = [str(p) for p in table.entries if p not in known]
         assert not unknown, f"{table.path}: no compiled case of a SPEC has these problems: {unknown}"
         stale = [str(p) for p, e in table.entries.items() if e.kernels != known[p].choice.fingerprint]
@@ -302,8 +301,9 @@ def test_shipped_entries_are_of_the_kernels_there_are():
 def test_shipped_entries_compile():
     """Those in bfloat16 compile in test_lowering as well."""
     for table in SHIPPED_TABLES:
+        known = shipped_tasks(table)
         for problem, e in table.entries.items():
-            task = shipped_tasks(table.target)[problem]
+            stage = tune._stage(known[problem].call, "cuda")
             with tuned.forcing(problem, jtops.Config(**e.config)):
-                traced = jax.jit(tune._stage(task.call, "cuda")).trace(*task.avals)
+                traced = jax.jit(stage).trace(*known[problem].avals)
             traced.lower(lowering_platforms=("cuda",))
