@@ -203,6 +203,43 @@ def test_equal_programs_are_timed_once(gpu):
     assert len(set(blocks)) == len(blocks)
 
 
+def test_quick_stages_are_called_several_times_on_several_data(gpu, monkeypatch):
+    """Every call's results are there and right, in whatever order they are asked for; the data are no two times the same."""
+    monkeypatch.setattr(timing, "CHAIN", 3)
+    monkeypatch.setattr(timing, "ROUND_SECONDS", 1e9)
+    monkeypatch.setattr(tune, "_COLD", 2 * X.nbytes)
+    (task,) = tune._tasks(f, (X,), "cuda")
+    trial = tune._Trial(task, GPU)
+    trial.prepare()
+    assert (trial.calls, len(trial.sets)) == (3, 2)
+    outs = trial.programs[task.choice.heuristic](trial.sets)
+    assert len(outs) == 3
+    for i, (out,) in enumerate(outs):
+        x, y = trial.sets[i % 2]
+        assert (out == x + y).all()
+    assert (trial.sets[0][0] != trial.sets[1][0]).any()
+    monkeypatch.setattr(tune, "_RESULTS", 2 * X.nbytes)
+    trial = tune._Trial(task, GPU)
+    trial.prepare()
+    assert trial.calls == 2
+
+
+def test_lengths_are_full_while_timing(gpu):
+    """An integer per batch element is a length: what it would leave out would not be timed."""
+    q, n = jax.ShapeDtypeStruct((2, 8, 1, 16), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    g = lambda q, n, ids: jtops.flash_attention(q, q, q, kv_lengths=n, segment_ids=ids, causal=True)
+    (task,) = tune._tasks(g, (q, n, ids), "cuda")
+    trial = tune._Trial(task, GPU)
+    *_, q_ids, kv_ids, lengths, index = trial.sets[0]
+    assert (lengths == jnp.iinfo(jnp.int32).max).all()
+    assert not any(x.any() for x in (q_ids, kv_ids, index))
+    trial.prepare()
+    (out, _) = trial.run(task.choice.heuristic)
+    q, k, v = (x.reshape(x.shape[-4:]) for x in trial.sets[0][:3])
+    assert jnp.allclose(out, jtops.flash_attention(q, k, v, causal=True, implementation="xla"), atol=1e-5)
+
+
 def test_explicit_configs_and_a_spent_budget(gpu, tmp_path):
     g = lambda x: f(jtops.softmax(x, config=Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=4)))
     results = tune.tune(g, X, budget=0, progress=lambda _: None)
