@@ -122,6 +122,32 @@ def constant_text(value) -> str:
     return getattr(value, "__qualname__", type(value).__qualname__) if " at 0x" in text else text
 
 
+def _reached(*kernels):
+    """Each kernel and helper that `kernels` name, directly or not, with all that it names; tuples of them are looked into."""
+    seen, todo = set(), list(kernels)
+    while todo:
+        function = todo.pop()
+        todo += function if isinstance(function, tuple) else ()
+        if id(function) in seen or not isinstance(function, compat.JITFunction):
+            continue
+        seen.add(id(function))
+        names = function.fn.__code__.co_names
+        scope = [function.fn.__globals__.get(n) for n in names] + [c.cell_contents for c in function.fn.__closure__ or ()]
+        for module in [m for m in scope if isinstance(m, types.ModuleType) and not m.__name__.startswith("triton")]:
+            scope += [getattr(module, n, None) for n in names]
+        todo += scope
+        yield function, scope
+
+
+def content(kernels) -> str:
+    """Kernels, their helpers and the constants they see, as text: the same wherever in a file they stand, and in every Triton."""
+    texts = []
+    for function, scope in _reached(*kernels):
+        if not function.__module__.startswith("triton."):
+            texts.append("".join([*function.raw_src, *(repr(v.value) for v in scope if isinstance(v, compat.tl.constexpr))]))
+    return "".join(sorted(texts))
+
+
 def distinct_helpers(kernel, constants=()) -> str:
     """Tell apart the helpers of `kernel` that differ and share a module and name, as those of a factory do; -> their new names.
 
@@ -130,20 +156,9 @@ def distinct_helpers(kernel, constants=()) -> str:
     Triton compiles a helper once for each such name, so the second one would silently run the first one's code.
     """
     same: dict[str, dict[str, Any]] = {}
-    seen, todo = set(), [kernel, *constants]
-    while todo:
-        function = todo.pop()
-        todo += function if isinstance(function, tuple) else ()
-        if id(function) in seen or not isinstance(function, compat.JITFunction):
-            continue
-        seen.add(id(function))
+    for function, _ in _reached(kernel, *constants):
         own = vars(function).setdefault("_jtops_qualname", function.fn.__qualname__)
         same.setdefault(f"{function.__module__}.{own}", {})[compat.kernel_key(function)] = function
-        names = function.fn.__code__.co_names
-        scope = [function.fn.__globals__.get(n) for n in names] + [c.cell_contents for c in function.fn.__closure__ or ()]
-        for module in [m for m in scope if isinstance(m, types.ModuleType) and not m.__name__.startswith("triton")]:
-            scope += [getattr(module, n, None) for n in names]
-        todo += scope
     renamed = []
     for twins in same.values():
         for key, function in twins.items() if len(twins) > 1 else ():

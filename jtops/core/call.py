@@ -12,7 +12,7 @@ from jax.interpreters import ad
 from jax.interpreters.batching import primitive_batchers
 
 from jtops import config
-from jtops.core import autotune, batching, compat, inplace, legacy, lowering, target
+from jtops.core import autotune, batching, compat, inplace, legacy, lowering, notes, target
 from jtops.core.batching import GridBatch
 from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
 from jtops.core.sharded import ShardingRule, by_rule, refuse_sharded
@@ -43,6 +43,7 @@ class KernelCall:
     launch: str | None = None  # the launch path asked for
     vmap_method: str | GridBatch | None = None
     batched: tuple[bool, ...] = ()  # GridBatch: which operands have a batch axis, once vmap has given one
+    config_source: str = dataclasses.field(default="", compare=False)  # for `explain`; changes nothing
 
 
 triton_call_p = Primitive("triton_call")
@@ -207,6 +208,7 @@ def triton_call(
         zeroed=zeroed,
         launch=config.launch.value,
         vmap_method=vmap_method,
+        config_source=notes.config_source(),
     )
     return tree.unflatten(_bind(arrays, call))
 

@@ -26,6 +26,7 @@ class Launch:
     kernel: str | None = None  # Python name of the Triton function
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its compile-time constants
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # num_warps, num_stages, ... in force
+    config: str = ""  # where an op's config is from: "explicit", "tuned table (user)", "tuned table (shipped)", "heuristic"
     grid: tuple[int, int, int] | None = None
     shared_bytes: int | None = None  # per program
     registers: int | None = None  # per thread
@@ -40,7 +41,7 @@ class Explanation(tuple[Launch, ...]):
     def __repr__(self):
         if not self:
             return "no kernel of jtops, nor an op of its, in this call"
-        head = ("name", "kernel", "blocks", "options", "grid", "target", "path", "shared", "registers", "reason")
+        head = ("name", "kernel", "blocks", "options", "config", "grid", "target", "path", "shared", "registers", "reason")
         rows = [head, *(_row(launch) for launch in self)]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
         widths = {i: max(len(row[i]) for row in rows) for i in filled}
@@ -57,7 +58,7 @@ def _row(launch: Launch) -> tuple[str, ...]:
     sizes = {k: v for k, v in launch.constants.items() if isinstance(v, int) and not isinstance(v, bool)}
     grid = "" if launch.grid is None else "x".join(map(str, launch.grid))
     return (
-        launch.name, launch.kernel or "", said(sizes), said(launch.options), grid, launch.target, launch.path,
+        launch.name, launch.kernel or "", said(sizes), said(launch.options), launch.config, grid, launch.target, launch.path,
         number(launch.shared_bytes), number(launch.registers) + spilled, launch.reason,
     )  # fmt: skip
 
@@ -77,7 +78,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
 
     Returns:
-      A tuple of `Launch` records (name, path, reason, target, kernel, constants, options, grid and, compiled for a GPU,
+      A tuple of `Launch` records (name, path, reason, target, kernel, constants, options, config, grid and, compiled for a GPU,
       shared_bytes, registers, spill_bytes) that prints as a table. Where several devices share a program automatically, XLA
       decides about an op's kernels while it splits the program, and one record says that.
 
@@ -122,6 +123,7 @@ def _launch(note: notes.Note) -> Launch:
         kernel=call.kernel.__name__,
         constants={name: p.value for _, name, p in leaves(call.bound) if isinstance(p, Constexpr)},
         options={k: v for k, v in sorted(options.items(), reverse=True) if usual.get(k) != v},
+        config=call.config_source,
         grid=call.grid,
         **({} if compiled is None else resources.used(compiled)),
     )

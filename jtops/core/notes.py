@@ -31,6 +31,21 @@ def listening() -> Iterator[list[Note]]:
         _local.notes = before
 
 
+@contextlib.contextmanager
+def config_from(source: str) -> Iterator[None]:
+    """Calls that this thread binds meanwhile have a config from there."""
+    before, _local.source = config_source(), source
+    try:
+        yield
+    finally:
+        _local.source = before
+
+
+def config_source() -> str:
+    """Where the config of a call that is bound now comes from; "" for a call of the user's own."""
+    return getattr(_local, "source", "")
+
+
 def add_partitioned(name: str, platform: str) -> None:
     """Tell the listener that what each device launches is decided later."""
     why = "each device's part is lowered, by its own shapes, while XLA splits the program"

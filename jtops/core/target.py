@@ -113,6 +113,14 @@ def present() -> jax.Device | None:
     return None if of_device(device) is None else device
 
 
+def device_kind(platform: str) -> str | None:
+    """What the GPU of this process is called that runs programs for `platform`; None if there is none."""
+    try:
+        return str(jax.local_devices(backend=platform)[0].device_kind)
+    except RuntimeError:
+        return None
+
+
 def _present(platform: str) -> Target | None:
     try:
         devices = jax.local_devices(backend=platform)

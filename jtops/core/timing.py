@@ -41,7 +41,8 @@ def _chain(call: Callable, length: int) -> Callable:
     return jax.jit(run)
 
 
-def _seconds(program: Callable, arrays: list, times: int) -> float:
+def seconds(program: Callable, arrays: list, times: int) -> float:
+    """Of one run of a program, among so many."""
     start = time.perf_counter()
     for _ in range(times):
         last = program(*arrays)
@@ -68,12 +69,17 @@ def _measure(calls: Mapping[str, Callable], arrays: list) -> dict[str, float | E
         single = _chain(call, 1)
         try:
             jax.block_until_ready(single(*arrays))  # compiled, loaded, and known to run
-            alone = min(_seconds(single, arrays, 1) for _ in range(2))
+            alone = min(seconds(single, arrays, 1) for _ in range(2))
             program, length = (single, 1) if alone > ROUND_SECONDS / 4 else (_chain(call, CHAIN), CHAIN)
             jax.block_until_ready(program(*arrays))
             programs[name] = program, length
         except jax.errors.JaxRuntimeError as error:
             found[name] = error
+    return found | race(programs, arrays)
+
+
+def race(programs: Mapping[str, tuple[Callable, int]], arrays: list) -> dict[str, float]:
+    """Seconds that one call takes, by name, of programs that ran before and make so many calls each."""
     samples: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(ROUNDS):
         best = min((min(s) for s in samples.values() if s), default=math.inf)
@@ -82,5 +88,5 @@ def _measure(calls: Mapping[str, Callable], arrays: list) -> dict[str, float | E
                 continue
             last = samples[name][-1] * length if samples[name] else ROUND_SECONDS / 4
             times = max(1, min(64, round(ROUND_SECONDS / max(last, 1e-7))))
-            samples[name].append(_seconds(program, arrays, times) / length)
-    return found | {name: statistics.median(s) for name, s in samples.items()}
+            samples[name].append(seconds(program, arrays, times) / length)
+    return {name: statistics.median(s) for name, s in samples.items()}

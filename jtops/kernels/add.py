@@ -1,5 +1,6 @@
 """add: x + y with broadcasting. Bound by memory: one read of each operand, one write."""
 
+import math
 from typing import Any
 
 import jax
@@ -91,7 +92,9 @@ def _forward(launch: Launch, x, y):
     dense = [operand.shape == shape for operand in (x, y)]
     if all(dense):  # then shapes do not matter
         rows, m, n = 1, 1, rows * n
-    config = launch.config or _config(n)
+    ones = {name: tuple(size == 1 for size in operand.shape[1:]) for name, operand in (("x", x), ("y", y))}
+    flags = {"unit": math.gcd(n, 16), "dense": tuple(dense), **({} if all(dense) else ones)}
+    config = launch.choose(_config(n), (_forward_kernel,), (x, y), {"r": rows, "n": n}, "out", **flags)
     per_operand: dict[str, Any] = {}
     for name, operand, own, is_dense in zip("xy", (x, y), launch.rows, dense, strict=True):
         per_operand |= {f"{name}_inner": own.inner, f"{name}_own": own.own, f"{name.upper()}_DENSE": is_dense}
@@ -123,7 +126,8 @@ def _gradient(launch: Launch, x, rows, g):
     else:  # a column: sum over n alone, the rest is small
         groups, r, c = rows.outer * own * rows.inner * m, 1, n
     sum_cols = x_n == 1 != n
-    config = launch.config or _config(c)
+    sizes = {"groups": groups, "r": r, "c": c}
+    config = launch.choose(_config(c), (_sum_kernel,), (g,), sizes, unit=math.gcd(c, 16), sum_cols=sum_cols)
     rows_per_part = max(config["BLOCK_M"], cdiv(r, 128))
     parts = cdiv(r, rows_per_part)
     partial = launch(

@@ -9,6 +9,7 @@ rematerialises: under ``jax.checkpoint`` the saved value is ``matmul_residual``.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -233,11 +234,17 @@ def _product(launch: Launch, a: _Side, b: _Side, batch: int, dtype, *, bias=None
     dot_dtype = jnp.promote_types(a.array.dtype, b.array.dtype)
     precision = precisions.dot_precision(launch.options["precision"], launch.target)
     kind = "half" if dot_dtype.itemsize == 2 else "tf32" if precision == "tf32" else "tf32x3"
-    config = launch.config or _config(m, n, k, batch, kind, dot_dtype.itemsize, launch.target.max_shared_bytes, b.transposed)
+    x, y = (_pad_lines(s.array) if min(m, n, k) >= _WORTH_PADDING else s.array for s in (a, b))
+    arrays = (a.array, b.array, bias[0] if bias else None, residual)
+    config = launch.choose(
+        _config(m, n, k, batch, kind, dot_dtype.itemsize, launch.target.max_shared_bytes, b.transposed), (_product_kernel,), arrays,
+        {"m": m, "n": n, "k": k, "batch": batch}, name or ("fwd" if z else "out"), to=jnp.dtype(dtype), precision=precision,
+        activation=activation, transposed=(a.transposed, b.transposed),
+        lines=tuple(math.gcd(size, 64) for size in (x.shape[2], y.shape[2], n)),  # in memory: how wide they load
+    )  # fmt: skip
     block_m, block_n, block_k = (config[f"BLOCK_{x}"] for x in "MNK")
     k_per_split = cdiv(cdiv(k, _splits(m, n, k, batch, config)), block_k) * block_k
     splits = cdiv(k, k_per_split)
-    x, y = (_pad_lines(s.array) if min(m, n, k) >= _WORTH_PADDING else s.array for s in (a, b))
     a_length, b_length = x.shape[2], y.shape[2]
     fused = splits == 1
     shape, partial = (batch, m, n), jax.ShapeDtypeStruct((batch, splits, m, n), jnp.float32)

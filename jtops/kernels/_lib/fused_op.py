@@ -18,7 +18,7 @@ What was hard, and why it is as it is:
   jvp and vjp stages are each other's transpose and everything of higher order follows from the reference.
 * `saved` is a function of the primals, so tangents of it are dropped and second derivatives go through the primals alone. Hence
   the primals stay operands of the vjp stage even where its kernel reads none of them; XLA deletes what nobody reads.
-* Batch axes stay separate and leading until the code of one device (`_run_kernel`), which makes them one. Collapsing earlier
+* Batch axes stay separate and leading until the code of one device (`run_kernel`), which makes them one. Collapsing earlier
   would reshape an axis that is sharded. An operand's batch axis may have size 1: shared, never copied.
 * vmap of the vjp stage must give a gradient per example, so it broadcasts the operands that are differentiated. Summing over the
   mapped axis there would be right for grad(vmap) and silently wrong for vmap(grad).
@@ -381,7 +381,7 @@ batching.primitive_batchers[fused_p] = _batch
 # ---------------------------------------------------------------------------------------------------- one device's launch
 
 
-def _run_kernel(call: Call, platform: str, *args) -> list:
+def run_kernel(call: Call, platform: str, *args) -> list:
     """Make the batch axes one, launch, and give results their batch axes back. Runs on whole arrays or on a device's shards."""
     n, shape, types = call.n_batch, batch_shape(call, args), out_types(call, _types(args))
     batch = math.prod(shape)
@@ -398,6 +398,7 @@ def _run_kernel(call: Call, platform: str, *args) -> list:
         options=dict(call.options),
         config=call.config,
         target=target.resolve(platform, call.target) if platform in KERNEL_PLATFORMS else target.assumed(call.target),
+        device=target.device_kind(platform) if platform in KERNEL_PLATFORMS and call.target is None else None,
         interpret=call.implementation == "interpret",
     )
     collapsed = spread((_collapse(x, n, shape) for x in primals), call.present)
@@ -474,7 +475,7 @@ def _lower(ctx, *args, call, platform):
     _check_lowerable(ctx, call, platform)
     if partition.is_automatic(ctx) and compat.device_count(ctx) > 1:
         notes.add_partitioned(f"jtops_{name}", platform)
-    local = functools.partial(_run_kernel, call, platform)
+    local = functools.partial(run_kernel, call, platform)
     return partition.lower(ctx, *args, axes=call.mesh_axes(), name=name, local=local)
 
 

@@ -1,59 +1,21 @@
 """What a launcher is told, and how it launches."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jtops.core import notes
 from jtops.core.call import triton_call
 from jtops.core.compat import kernel_function
 from jtops.core.target import Target
+from jtops.kernels._lib import tuned
+from jtops.kernels._lib.config import Config
 
-
-class Config:
-    """How a kernel is tiled and launched: its block sizes by name, and the launch options.
-
-    >>> jtops.softmax(x, config=jtops.Config(BLOCK_M=1, BLOCK_N=4096, num_warps=8))
-
-    Immutable and hashable; which blocks an op has is said in its docstring.
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, *, num_warps: int = 4, num_stages: int | None = None, cluster_size: int | None = None, **blocks: int):
-        if cluster_size is not None and cluster_size not in range(1, 9):
-            raise ValueError(f"Config: cluster_size must be an int from 1 to 8; got {cluster_size!r}.")
-        powers: dict[str, Any] = {"num_warps": num_warps, **blocks}
-        for name, value in powers.items():
-            if not isinstance(value, int) or value < 1 or (name != "PROGRAMS" and value & (value - 1)):
-                rule = "positive" if name == "PROGRAMS" else "a power of two"
-                raise ValueError(f"Config: {name} must be {rule}; got {value!r}.")
-        self._items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size}.items()))
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """Block sizes by name."""
-        return {k: v for k, v in self._items if k not in ("num_warps", "num_stages", "cluster_size")}
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of a launch."""
-        return dict(self._items)
-
-    def __getitem__(self, name: str):
-        return dict(self._items)[name]
-
-    def __eq__(self, other):
-        return isinstance(other, Config) and self._items == other._items
-
-    def __hash__(self):
-        return hash(self._items)
-
-    def __repr__(self):
-        return f"Config({', '.join(f'{k}={v}' for k, v in self._items if v is not None)})"
+__all__ = ["Config", "Launch", "Rows", "stages_that_fit"]
 
 
 def stages_that_fit(target: Target, stages: int, nbytes: int) -> int:
@@ -99,7 +61,28 @@ class Launch:
     options: Mapping[str, Any]
     config: Config | None
     target: Target
+    device: str | None  # the kind of the GPU that will run it; None where only its architecture is known, or it is interpreted
     interpret: bool
+
+    def choose(self, heuristic: Config, kernels: tuple, arrays: Sequence, sizes: Mapping[str, int], name="", **flags) -> Config:
+        """The config of a kernel: what the call asks for, else what a table has for such a problem, else `heuristic`.
+
+        A table's entry is taken for all sizes that round up to the same powers of two, if all else is equal. So whatever else makes
+        another kernel of a config, or lets it take more shared memory, has to be among the flags, alignments above all.
+
+        Args:
+          heuristic: valid for every such problem.
+          kernels: those that the config may launch; an entry that was measured with others is not taken.
+          arrays: what they read; the dtypes matter, and which are None.
+          sizes: by name.
+          name: tells the choices of one stage apart, or makes one of two stages' that launch the same; the stage's by default.
+          **flags: by name; None, booleans, numbers, text and tuples of these.
+        """
+        problem = tuned.Problem.of(self.op, name or self.stage, arrays, sizes, flags)
+        choice = tuned.Choice(problem, heuristic, kernels, None if self.interpret else str(self.target), self.device)
+        if self.config is not None:
+            return choice.settled(self.config.said_by("explicit"))
+        return choice.settled(tuned.forced(problem) or tuned.lookup(choice) or heuristic)
 
     @property
     def residuals(self) -> bool:
@@ -111,15 +94,16 @@ class Launch:
         arrays = [x for x in (*args, *kwargs.values(), *jax.tree.leaves(out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
         names = kernel_function(kernel).arg_names
         moved = sum(int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize for x in arrays)
-        return triton_call(
-            *args,
-            kernel=kernel,
-            out_type=out_type,
-            grid=grid,
-            name=f"jtops_{self.op}_{name or self.stage}",
-            compute_capability=str(self.target),
-            interpret=self.interpret,
-            cost_estimate={"flops": flops, "bytes_accessed": moved},
-            **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in names},  # others size the grid
-            **kwargs,
-        )
+        with notes.config_from(config.source):
+            return triton_call(
+                *args,
+                kernel=kernel,
+                out_type=out_type,
+                grid=grid,
+                name=f"jtops_{self.op}_{name or self.stage}",
+                compute_capability=str(self.target),
+                interpret=self.interpret,
+                cost_estimate={"flops": flops, "bytes_accessed": moved},
+                **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in names},  # others size the grid
+                **kwargs,
+            )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.launch import Config, Launch
-from jtops.kernels.flash_attention.forward import LOG2E, shared_arguments
+from jtops.kernels.flash_attention.forward import LOG2E, choice, shared_arguments
 from jtops.kernels.flash_attention.kernels import batch_number, bounds_of, key_range, load_rows, query_range, sees
 
 
@@ -187,21 +187,24 @@ def backward(launch: Launch, operands, saved, cotangents):
     # By head, so that neighbouring queries are neighbours; and in base 2.
     lse2, delta = jnp.swapaxes(lse * LOG2E, 1, 2), jnp.swapaxes(delta, 1, 2)
     arguments = shared_arguments(launch, q, k, v, *others) | {"do_ptr": do, "lse2_ptr": lse2, "delta_ptr": delta}
-    tiles = (launch.config,) * 2 if launch.config else configs(max(d, e), q.dtype.itemsize, launch.target.max_shared_bytes)
-    masked = [any(x is not None for x in others) or s % c["BLOCK_M"] != 0 or t % c["BLOCK_N"] != 0 for c in tiles]
+    tiles = configs(max(d, e), q.dtype.itemsize, launch.target.max_shared_bytes)
     flops = 2 * launch.batch * h * s * t
+
+    def run(kernel, name: str, heuristic: Config, programs, types, flops: int):
+        tiles = choice(launch, heuristic, kernel, name, q, k, v, others)
+        masked = any(x is not None for x in others) or s % tiles["BLOCK_M"] != 0 or t % tiles["BLOCK_N"] != 0
+        return launch(
+            kernel, q, k, v, **arguments, MASKED=masked, config=tiles, name=name, grid=launch.batch * programs(tiles), flops=flops,
+            out_type=types,
+        )  # fmt: skip
+
     grads: list = [None] * len(operands)
     if launch.wanted[1] or launch.wanted[2]:
-        outs = [jax.ShapeDtypeStruct((launch.batch, t, g, x), q.dtype) for x in (d, e)]
-        grid = launch.batch * g * cdiv(t, tiles[0]["BLOCK_N"])
-        grads[1], grads[2] = launch(
-            dkdv_kernel, q, k, v, **arguments, MASKED=masked[0], config=tiles[0], out_type=outs, grid=grid,
-            name="vjp_dkdv", flops=flops * (2 * d + 2 * e),
-        )  # fmt: skip
+        types = [jax.ShapeDtypeStruct((launch.batch, t, g, x), q.dtype) for x in (d, e)]
+        programs = lambda tiles: g * cdiv(t, tiles["BLOCK_N"])
+        grads[1], grads[2] = run(dkdv_kernel, "vjp_dkdv", tiles[0], programs, types, flops * (2 * d + 2 * e))
     if launch.wanted[0]:
-        grid = launch.batch * h * cdiv(s, tiles[1]["BLOCK_M"])
-        grads[0] = launch(
-            dq_kernel, q, k, v, **arguments, MASKED=masked[1], config=tiles[1],
-            out_type=jax.ShapeDtypeStruct((launch.batch, s, h, d), q.dtype), grid=grid, name="vjp_dq", flops=flops * (2 * d + e),
-        )  # fmt: skip
+        type_ = jax.ShapeDtypeStruct((launch.batch, s, h, d), q.dtype)
+        programs = lambda tiles: h * cdiv(s, tiles["BLOCK_M"])
+        grads[0] = run(dq_kernel, "vjp_dq", tiles[1], programs, type_, flops * (2 * d + e))
     return grads

@@ -147,10 +147,21 @@ def shared_arguments(launch: Launch, q, k, v, q_ids, kv_ids, q_lengths, kv_lengt
     }
 
 
+def choice(launch: Launch, heuristic: Config, kernel, name: str, q, k, v, others) -> Config:
+    """The tiles of one kernel; where blocks up to 256 divide both lengths, kernels have less to mask."""
+    (_, s, h, d), (_, t, g, e) = q.shape, v.shape
+    o = launch.options
+    sizes = {"heads": launch.batch * h, "group": h // g, "s": s, "t": t}
+    masks = {side: o[side] and next_power_of_2(o[side]) for side in ("left", "right")} | {"bottom_right": o["bottom_right"]}
+    even = s % 256 == t % 256 == 0
+    return launch.choose(heuristic, (kernel,), (q, *others), sizes, name, d=d, e=e, precision=o["precision"], even=even, **masks)
+
+
 def forward(launch: Launch, q, k, v, *others):
     """Launcher."""
     (_, s, h, d), (_, t, _, e) = q.shape, v.shape
-    tiles = launch.config or config(max(d, e), q.dtype.itemsize, launch.target.max_shared_bytes)
+    heuristic = config(max(d, e), q.dtype.itemsize, launch.target.max_shared_bytes)
+    tiles = choice(launch, heuristic, forward_kernel, "out", q, k, v, others)
     shape = (launch.batch, s, h)
     return tuple(
         launch(

@@ -225,7 +225,9 @@ def backward(launch: Launch, operands, saved, cotangents):
     written = {"dscale": None, "dbias": None}
     written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
     arrays_read, clusters = 2 if dsum is None else 3, has_clusters(launch)
-    config = launch.config or backward_config(launch.target, r, n, x.dtype.itemsize, arrays_read, clusters=clusters)
+    heuristic = backward_config(launch.target, r, n, x.dtype.itemsize, arrays_read, clusters=clusters)
+    kernels, sizes = (_backward_kernel, _sums_kernel, _dx_kernel), {"r": r, "groups": r // group_rows}
+    config = launch.choose(heuristic, kernels, (x, scale, g, dsum), sizes, n=n, wanted=tuple(wanted))
     numbers["backend_options"] = _backend_options(launch, config)
     run = _rows if fits(launch, config, n) else _long
     dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)

@@ -338,6 +338,13 @@ def _long_backward_kernel(
                 _write_gradient(a_ptr, g_ptr, dx_ptr, start + cols, edge, top, log, weight, OP)
 
 
+def _choice(launch: Launch, heuristic: Config, x, where, name: str) -> Config:
+    r, n = x.shape
+    kernels = (_backward_kernel, _long_backward_kernel) if name == "vjp" else (_forward_kernel, _long_forward_kernel)
+    where_n = where is not None and where.shape[-1] != 1
+    return launch.choose(heuristic, kernels, (x, where), {"r": r}, name, n=n, where_n=where_n)
+
+
 def _absent(**present: bool) -> dict[str, Any]:
     return {f"{name}_ptr": None for name, there in present.items() if not there}
 
@@ -380,7 +387,8 @@ def forward(launch: Launch, x, where, keeps: bool):
     """x [r, n] -> the result; and if it `keeps` them, the maxima and the logarithms of the sums."""
     r, n = x.shape
     writes, clusters = launch.op != "logsumexp", has_clusters(launch)
-    config = launch.config or rows_config(launch.target, r, n, x.dtype.itemsize, 1, writes=writes, clusters=clusters)
+    heuristic = rows_config(launch.target, r, n, x.dtype.itemsize, 1, writes=writes, clusters=clusters)
+    config = _choice(launch, heuristic, x, where, "fwd" if keeps else "out")
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
     results = [jax.ShapeDtypeStruct((r,) if launch.op == "logsumexp" else (r, n), x.dtype)]
     results += [jax.ShapeDtypeStruct((r,), jnp.float32)] * (2 * keeps)
@@ -410,7 +418,8 @@ def forward(launch: Launch, x, where, keeps: bool):
 def backward(launch: Launch, a, g, top, log, where):
     """a [r, n] and g, of its shape or [r] -> dx."""
     r, n = a.shape
-    config = launch.config or rows_config(launch.target, r, n, a.dtype.itemsize, 2, clusters=has_clusters(launch))
+    heuristic = rows_config(launch.target, r, n, a.dtype.itemsize, 2, clusters=has_clusters(launch))
+    config = _choice(launch, heuristic, a, where, "vjp")
     shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
     out = jax.ShapeDtypeStruct((r, n), a.dtype)
     if fits(launch, config, n):

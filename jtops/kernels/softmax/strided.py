@@ -1,5 +1,6 @@
 """Kernels of the softmax family along an axis whose elements are strided: x is [b, n, i], neighbours in memory are of axis i."""
 
+import math
 from typing import Any
 
 import jax
@@ -138,9 +139,17 @@ def _strided_backward_kernel(
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _arguments(launch: Launch, x, where):
+def _arguments(launch: Launch, x, where, name: str):
     b, n, inner = x.shape
-    config = launch.config or strided_config(b, n, inner, x.dtype.itemsize)
+    config = launch.choose(
+        strided_config(b, n, inner, x.dtype.itemsize),
+        (_strided_forward_kernel, _strided_backward_kernel),
+        (x, where),
+        {"b": b, "n": n, "inner": inner},
+        f"{name}_strided",
+        unit=math.gcd(inner, 16),
+        where=None if where is None else (where.shape[1] != 1, where.shape[2] != 1),
+    )
     rows = launch.rows[1]
     return config, {
         "where_ptr": where,
@@ -162,7 +171,7 @@ def _arguments(launch: Launch, x, where):
 def forward(launch: Launch, x, where, keeps: bool):
     """x [b, n, i], where the same with fewer rows or sizes of 1 -> result; if it `keeps` them, maxima and logarithms of sums."""
     b, n, inner = x.shape
-    config, arguments = _arguments(launch, x, where)
+    config, arguments = _arguments(launch, x, where, "fwd" if keeps else "out")
     results = [jax.ShapeDtypeStruct((b, inner) if launch.op == "logsumexp" else x.shape, x.dtype)]
     results += [jax.ShapeDtypeStruct((b, inner), jnp.float32)] * (2 * keeps)
     absent: dict[str, Any] = {} if keeps else {"top_ptr": None, "log_ptr": None}
@@ -172,5 +181,5 @@ def forward(launch: Launch, x, where, keeps: bool):
 
 def backward(launch: Launch, a, g, top, log, where):
     """a [b, n, i] and g, of its shape or [b, i] -> dx."""
-    _, arguments = _arguments(launch, a, where)
+    _, arguments = _arguments(launch, a, where, "vjp")
     return launch(_strided_backward_kernel, a, g, top, log, **arguments, out_type=jax.ShapeDtypeStruct(a.shape, a.dtype))

@@ -1,0 +1,478 @@
+"""Tune the library's own ops: measure configs on this GPU and put those that beat the heuristics into a table.
+
+    python -m jtops.tune softmax --dtype bfloat16 float32        # the sizes that the op's SPEC names, forward and gradients
+    python -m jtops.tune rms_norm --shape 8192x5120              # a size of one's own
+    python -m jtops.tune matmul --case mlp --shape 8192x5120,5120x20480,20480
+
+Whole programs are tuned by `tune`, which finds every kernel that a function such as a training step launches. What is lowered
+afterwards, in other processes or by functions that JAX has not compiled yet, takes what was found: see
+`jtops.kernels._lib.tuned` for the tables. Nothing else ever times the library's ops.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import inspect
+import itertools
+import math
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import jtops
+from jtops import config
+from jtops.core import partition, target, timing
+from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
+from jtops.kernels._lib import tuned
+from jtops.kernels._lib.config import Config
+from jtops.kernels._lib.fused_op import Call, fused_p, run_kernel
+from jtops.kernels._lib.spec import Case, Input, Spec
+
+STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
+_ALL = 1 << 20  # PROGRAMS from here on is one for each tile
+_COLD, _RESULTS = 2**28, 2**30  # bytes: of operands that no cache holds; of results that a program may have
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What tuning found for one choice. `said`: "tuned", "heuristic", "explicit" (given by the call, not tuned) or "no time"."""
+
+    problem: tuned.Problem
+    said: str
+    config: Config
+    seconds: float = math.nan  # of the stage, with `config`
+    heuristic_seconds: float = math.nan
+    dropped: tuple[str, ...] = ()  # configs that were faster and computed something else
+
+    def __str__(self):
+        times = f"{self.heuristic_seconds * 1e6:9.1f} -> {self.seconds * 1e6:9.1f} us" if self.seconds > 0 else " " * 25
+        wrong = "".join(f"\n  DROPPED, computes something else: {config}" for config in self.dropped)
+        return f"{times}  {self.said:9}  {self.problem}  {self.config}{wrong}"
+
+
+# ------------------------------------------------------------------------------------------------- which choices there are
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Task:
+    """A choice, the call in which it is made, and that call's operands."""
+
+    call: Call
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    choice: tuned.Choice
+    now: Config  # what is settled at present
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Those of the primitive of all ops, wherever they are: below jit, scan, cond, remat, shard_map, custom rules."""
+    for equation in jaxpr.eqns:
+        if equation.primitive is fused_p:
+            yield equation
+        for leaf in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
+            if isinstance(leaf, Jaxpr | ClosedJaxpr):
+                yield from _equations(leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf)
+
+
+def _stage(call: Call, platform: str) -> Callable:
+    """What a bound equation comes to on one device."""
+    return partition.outside_mesh(functools.partial(run_kernel, call, platform))
+
+
+def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
+    """Every distinct choice that the kernels of ``f(*args)`` make."""
+    found: dict[tuned.Problem, _Task] = {}
+    for equation in _equations(jax.make_jaxpr(functools.partial(f))(*args).jaxpr):  # a new function: JAX remembers traces
+        call = equation.params["call"]
+        avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
+        primals = iter(avals)
+        operands = [next(primals) if present else None for present in call.present]
+        kernel = call.stage != "jvp" and call.implementation in (None, "triton") and all(math.prod(a.shape) for a in avals)
+        if kernel and call.op.limits(*operands, **dict(call.options)) is None:
+            with tuned.choices() as choices:
+                jax.eval_shape(_stage(call, platform), *avals)
+            for choice, now in choices:
+                if choice.problem not in found or found[choice.problem].now.source == "explicit":
+                    found[choice.problem] = _Task(call, avals, choice, now)
+    return list(found.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ candidates
+
+
+def neighbours(start: Config) -> list[Config]:
+    """Configs one step away: a block, the warps or the stages more or less, or two of them so that the rest fits."""
+    now = start.kwargs
+    tiles = [name for name in start.blocks if name != "PROGRAMS"]
+    scaled = lambda **factors: now | {name: int(now[name] * factor) for name, factor in factors.items()}
+    made = [scaled(**{name: factor}) for name in (*tiles, "num_warps") for factor in (2, 0.5)]
+    made += [scaled(**{name: factor, "num_warps": factor}) for name in tiles for factor in (2, 0.5)]
+    made += [scaled(**{more: 2, less: 0.5}) for more, less in itertools.permutations(tiles, 2)]
+    stages = now["num_stages"] or 1
+    made += [now | {"num_stages": s} for s in (stages - 1, stages + 1)]
+    if (programs := now.get("PROGRAMS")) is not None:
+        others = (128, 256, 512, 1024) if programs >= _ALL else (programs // 2, programs * 2, 1 << 30)
+        made += [now | {"PROGRAMS": p} for p in others]
+        made += [now | {"PROGRAMS": p, "num_stages": 3} for p in others if programs >= _ALL]  # worth little one without the other
+    # A thread has some elements of the largest tile, and can hold them.
+    held = lambda c: math.prod(sorted(c[name] for name in tiles)[-2:]) / (32 * max(c["num_warps"], 1))
+    low, high = min(1 / 4, held(now)), max(256, held(now))
+    sane = lambda c: c["num_warps"] <= 32 and (c["num_stages"] or 1) <= 7 and low <= held(c) <= high
+    legal = [new for new in made if min(v for v in new.values() if v is not None) >= 1 and sane(new)]
+    return list(dict.fromkeys(Config(**new) for new in legal))
+
+
+# -------------------------------------------------------------------------------------------------------------- measuring
+
+
+class _Trial:
+    """One choice on one GPU: programs of its stage with other configs, on the same random data."""
+
+    def __init__(self, task: _Task, device: Any):
+        self.task, self.device = task, device
+        self.settings: tuple = jax.config.jax_enable_x64, config.launch.value
+        self.texts: dict[str, Config] = {}
+        self.lock, self.running = threading.Lock(), threading.Semaphore(4)
+        self.programs: dict[Config, Callable] = {}
+        self.calls, self.sets = 1, [self.operands(0)]
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of what programs are for."""
+        return target.Target.parse(str(self.task.choice.target)).platform
+
+    def operands(self, seed: int) -> list[jax.Array]:
+        """Noise for floats; of integers, one per batch element is a length: all of it; others are 0."""
+        task, (key, *keys) = self.task, jax.random.split(jax.random.key(seed), 1 + len(self.task.avals))
+        given = [dims for dims, present in zip(task.call.op.rule.operands, task.call.present, strict=True) if present]
+        arrays = []
+        with jax.default_device(self.device):
+            for i, (aval, key) in enumerate(zip(task.avals, keys, strict=True)):
+                if jnp.issubdtype(aval.dtype, jnp.floating):
+                    arrays.append(jax.random.normal(key, aval.shape, jnp.float32).astype(aval.dtype))
+                elif jnp.issubdtype(aval.dtype, jnp.integer) and i < len(given) and not given[i]:
+                    arrays.append(jnp.full(aval.shape, jnp.iinfo(aval.dtype).max, aval.dtype))
+                else:
+                    arrays.append(jnp.full(aval.shape, aval.dtype == np.bool_, aval.dtype))
+        return arrays
+
+    def prepare(self) -> None:
+        """Build the heuristic's program; where it is quick, several calls in a row, on data that no cache holds."""
+        heuristic = self.task.choice.heuristic
+        if (error := self.build(heuristic)) is not None:
+            raise error
+        outs = self.run(heuristic)
+        if min(timing.seconds(self.programs[heuristic], [self.sets], 1) for _ in range(3)) < timing.ROUND_SECONDS / 4:
+            self.calls = max(1, min(timing.CHAIN, _RESULTS // max(1, sum(o.nbytes for o in outs))))
+            own = sum(x.nbytes for x in self.sets[0])
+            self.sets += [self.operands(i) for i in range(1, min(self.calls, -(-_COLD // max(own, 1))))]
+            self.texts.clear()
+            if (error := self.build(heuristic)) is not None:
+                raise error
+
+    def build(self, candidate: Config) -> Exception | None:
+        """Compile the stage with a config and run it once, or say why not. In any thread."""
+        call, problem = self.task.call, self.task.choice.problem
+
+        stage = jax.jit(_stage(call, self.platform))
+
+        def program(sets):  # every result is a result of the program, and waits for the one before: nothing can be left out
+            done: list = []
+            for i in range(self.calls):
+                arrays = sets[i % len(sets)]
+                if done:
+                    arrays, done[-1] = jax.lax.optimization_barrier((arrays, done[-1]))
+                done.append(stage(*arrays))
+            return done
+
+        x64, launch = self.settings
+        with jax.enable_x64(x64), config.launch(launch), jax.debug_nans(False), jax.default_device(self.device):
+            try:
+                with tuned.forcing(problem, candidate):  # a new function each time, and the choice is made while it is traced
+                    traced = jax.jit(program).trace(self.sets)
+                lowered = traced.lower()
+                text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+                with self.lock:
+                    twin = self.texts.setdefault(text, candidate)
+                if twin != candidate:
+                    return JtopsError(f"{candidate} makes the same program as {twin}")
+                self.programs[candidate] = lowered.compile()
+                with self.running:  # the driver compiles, too, and may find that the GPU has less than is asked for
+                    self.run(candidate)
+            except (KernelCompileError, UnsupportedError, jax.errors.JaxRuntimeError) as error:
+                return error
+        return None
+
+    def run(self, candidate: Config) -> list[jax.Array]:
+        """The first call's results."""
+        return jax.block_until_ready(self.programs[candidate](self.sets))[0]
+
+    def race(self, candidates: Sequence[Config]) -> dict[Config, float]:
+        """Seconds of a call."""
+        programs = {repr(c): (self.programs[c], self.calls) for c in candidates}
+        found = timing.race(programs, [self.sets])
+        return {c: found[repr(c)] for c in candidates}
+
+    def agrees(self, candidate: Config) -> bool:
+        """Whether its results are the heuristic's, up to the rounding of the dtypes at hand."""
+        dtypes = [x.dtype for x in self.sets[0] if jnp.issubdtype(x.dtype, jnp.floating)]
+        eps = max([2**-13, *(float(jnp.finfo(d).eps) for d in dtypes)])  # of float32: TF32 products, rounded to nearest
+        return all(_close(a, b, 4 * eps) for a, b in zip(self.run(candidate), self.run(self.task.choice.heuristic), strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _close(a, b, tolerance: float):
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    bound = tolerance * jnp.max(jnp.where(jnp.isfinite(b), jnp.abs(b), 0))
+    return jnp.all((a == b) | (jnp.abs(a - b) <= bound) | (jnp.isnan(a) & jnp.isnan(b)))
+
+
+def _faster(trial: _Trial, pool: concurrent.futures.Executor, best: Config, new: Sequence[Config], dropped: list[str]) -> Config:
+    """The fastest of `new` that computes the same, if it beats `best`; else that."""
+    built = [c for c, error in zip(new, pool.map(trial.build, new), strict=True) if error is None]
+    seconds = trial.race([best, *built]) if built else {}
+    order = sorted((c for c in built if seconds[c] < STEP * seconds[best]), key=seconds.__getitem__)
+    right = next((c for c in order if trial.agrees(c)), best)
+    dropped += map(repr, order[: order.index(right)] if right in order else order)
+    for c in built:
+        if c != right:
+            del trial.programs[c]
+    return right
+
+
+def _climb(trial: _Trial, pool: concurrent.futures.Executor, deadline: float) -> Result:
+    """From the heuristic, or from what a table has if that is faster, to a neighbour that is faster, until none is."""
+    problem, heuristic, now = trial.task.choice.problem, trial.task.choice.heuristic, trial.task.now
+    trial.prepare()
+    dropped: list[str] = []
+    tried = {heuristic, now}
+    best = _faster(trial, pool, heuristic, [now] if now != heuristic else [], dropped)
+    while time.monotonic() < deadline:
+        new = [c for c in neighbours(best) if c not in tried]
+        tried.update(new)
+        if (better := _faster(trial, pool, best, new, dropped)) == best:
+            break
+        best = better
+    final = trial.race([*{heuristic, best}])  # once more, alone
+    ours, theirs = final[best], final[heuristic]
+    if ours > WORTH * theirs:
+        return Result(problem, "heuristic", heuristic, theirs, theirs, tuple(dropped))
+    return Result(problem, "tuned", best, ours, theirs, tuple(dropped))
+
+
+def tune(
+    f: Callable[..., Any],
+    *args: Any,
+    budget: float | None = None,
+    write: str | os.PathLike = "user",
+    dry_run: bool = False,
+    progress: Callable[[str], None] = print,
+) -> tuple[Result, ...]:
+    """Tune every kernel of the library's ops that ``f(*args)`` launches, on this process' GPU, and write the table.
+
+    >>> jtops.tune.tune(jax.grad(loss), params, batch)
+
+    The function is traced, never run; each distinct choice of a config is tuned on random data, by climbing from the heuristic's,
+    or the table's where it is faster, to faster neighbours. A config is written if its stage takes at most 97 % of the
+    heuristic's time; where none does, an entry that the table has is deleted. Configs that a call gives itself are left alone. What
+    a program shares out automatically over several GPUs is tuned whole: give `tune` the part of one.
+
+    Args:
+      f: a function that `jax.jit` takes, such as a training step.
+      *args: its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
+      budget: seconds for all of it, shared out evenly; None: until nothing improves.
+      write: "user" (the user's table for this GPU), "shipped" (the library's own), or the path of a table.
+      dry_run: only find the choices; measure and write nothing.
+      progress: is called with a line for every choice.
+
+    Returns:
+      A `Result` per choice.
+
+    Raises:
+      UnsupportedError: this process has no GPU, or `jtops.config.target` names another one.
+      JtopsError: `write` is a file that is no table, or cannot be written.
+    """
+    device = _device(dry_run)
+    tasks = _tasks(f, args, target.Target.parse(target.requested() or str(target.of_device(device))).platform)
+    if dry_run:
+        found = tuple(Result(t.choice.problem, t.now.source, t.now) for t in tasks)
+        for result in found:
+            progress(str(result))
+        return found
+    path = _path(write, str(device.device_kind))
+    end = math.inf if budget is None else time.monotonic() + budget
+    results: list[Result] = []
+    with jax.debug_nans(False), concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for left, task in zip(range(len(tasks), 0, -1), tasks, strict=True):
+            start = time.monotonic()
+            if task.now.source == "explicit":
+                result = Result(task.choice.problem, "explicit", task.now)
+            elif start >= end:
+                result = Result(task.choice.problem, "no time", task.choice.heuristic)
+            else:
+                result = _climb(_Trial(task, device), pool, start + (end - start) / left)
+                _write(path, device, task, result)
+            results.append(result)
+            progress(str(result))
+    return tuple(results)
+
+
+def _device(dry_run: bool) -> Any:
+    device, named = target.present(), target.requested()
+    if dry_run and (named or device):
+        return device
+    if device is None:
+        raise UnsupportedError(
+            f"tune measures, and needs the GPU it tunes for; JAX computes on {jax.default_backend()} here. Run it on that GPU"
+            + ('; what it would tune is said by a dry run under jtops.config.target("sm_90").' if dry_run else ".")
+        )
+    if named and named != str(target.of_device(device)):
+        raise UnsupportedError(f"tune measures on this process' {device.device_kind}, but jtops.config.target asks for {named}.")
+    return device
+
+
+def _path(write: str | os.PathLike, device_kind: str) -> Path:
+    named = {"user": tuned.user_directory(), "shipped": tuned.SHIPPED}
+    path = named[str(write)] / tuned.file_name(device_kind) if write in named else Path(write)
+    try:  # before anything is measured
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise JtopsError(f"tune: {path.parent} cannot be written: {error}. Name another path, or set JTOPS_TUNING_DIR.") from error
+    if path.exists() and write not in named:
+        try:
+            tuned.load(path, "")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise JtopsError(f"tune: {path} is there and is no table ({error!r}); name another file.") from error
+    return path
+
+
+def _write(path: Path, device: Any, task: _Task, result: Result) -> None:
+    entries = []
+    if result.said == "tuned":
+        settings = {k: v for k, v in result.config.kwargs.items() if v is not None}
+        entries = [tuned.Entry(result.problem, settings, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
+    elif not path.exists():
+        return
+    tuned.store(path, str(device.device_kind), str(task.choice.target), entries, () if entries else (result.problem,))
+
+
+# ------------------------------------------------------------------------------------------------------------ command line
+
+
+def specs() -> dict[str, Spec]:
+    """Every op's SPEC, by name."""
+    found: dict[str, Spec] = {}
+    for name in jtops.__all__:
+        module = vars(sys.modules[f.__module__]) if inspect.isfunction(f := getattr(jtops, name)) else {}
+        given = [module["SPEC"]] if "SPEC" in module else module.get("SPECS", [])
+        found |= {spec.name: spec for spec in given}
+    return dict(sorted(found.items()))
+
+
+def program(spec: Spec, case: Case, dtype: str, forward_only: bool = False) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """A case as a function of its operands, and their types: the result, and the gradients of all floating operands."""
+    types = [jax.ShapeDtypeStruct(i.shape, jnp.bool_ if i.true is not None else dtype) for i in case.inputs if i is not None]
+    names = [name for name, i in zip(spec.operands, case.inputs, strict=True) if i is not None]
+    floats = [i for i, t in enumerate(types) if t.dtype != np.bool_]
+
+    def both(*operands):
+        def of(*moved):
+            full = dict(zip(names, operands, strict=True)) | dict(zip((names[i] for i in floats), moved, strict=True))
+            return spec.function(**full, **case.options)
+
+        if forward_only:
+            return of(*(operands[i] for i in floats))
+        value, pullback = jax.vjp(of, *(operands[i] for i in floats))
+        return value, pullback(value)
+
+    if forward_only:
+        return both, types
+    plain, _ = program(spec, case, dtype, forward_only=True)
+    return lambda *operands: (plain(*operands), both(*operands)), types
+
+
+def shaped(spec: Spec, case: Case, text: str) -> Case:
+    """The case with other shapes, such as "8192x4096,4096", "-" for an operand that is absent.
+
+    Operands that `text` does not name keep to the first, if theirs is the end of its shape in `case`, as in norms.
+    """
+    given = [None if t == "-" else tuple(map(int, t.split("x"))) for t in text.split(",")]
+    first, new = case.inputs[0], given[0]
+    if new is None or first is None or len(given) > len(case.inputs):
+        raise ValueError(f"{spec.name} has operands {', '.join(spec.operands)}; got the shapes {text}.")
+    inputs: list[Input | None] = []
+    shape: tuple[int, ...] | None
+    for i, (name, old) in enumerate(zip(spec.operands, case.inputs, strict=True)):
+        if i < len(given):
+            shape = given[i]
+        elif old is None or old.shape == first.shape[len(first.shape) - len(old.shape) :]:
+            shape = None if old is None else new[len(new) - len(old.shape) :]
+        else:
+            raise ValueError(f"{spec.name}: give the shape of {name} too: the shapes of all operands, apart by commas.")
+        inputs.append(None if shape is None else dataclasses.replace(old or Input(()), shape=shape))
+    return dataclasses.replace(case, id=text, inputs=tuple(inputs))
+
+
+def _asked(options: argparse.Namespace) -> list[tuple[Spec, Case, str]]:
+    """What to tune, of the command line's words."""
+    known = specs()
+    names = list(known) if options.op == ["all"] else options.op
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no op {unknown[0]!r}; there are {', '.join(known)}, and all.")
+    asked = []
+    for spec in (known[name] for name in names):
+        cases = [c for c in spec.compiled if not options.case or c.id in options.case]
+        if options.shape:
+            cases = [shaped(spec, cases[0], text) for text in options.shape] if cases else []
+        asked += [(spec, case, dtype) for case in cases for dtype in options.dtype if dtype in spec.dtypes]
+    if not asked:
+        raise ValueError(f"no such case: {'; '.join(f'{n} has {[c.id for c in known[n].compiled]}' for n in names)}.")
+    return asked
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m jtops.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("op", nargs="+", help="names of ops, or all")
+    parser.add_argument("--case", nargs="+", default=[], metavar="ID", help="of the op's compiled cases; all if not given")
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], help="bfloat16 if not given")
+    parser.add_argument("--shape", nargs="+", default=[], help="of the operands, as 8192x4096 or 64x512,512x256")
+    parser.add_argument("--forward", action="store_true", help="not the gradients")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
+    parser.add_argument("--write", default="user", help="user (default), shipped, or the path of a table")
+    parser.add_argument("--dry-run", action="store_true", help="list the choices")
+    options = parser.parse_args(argv)
+    try:
+        asked = _asked(options)
+        if options.shape and options.write == "shipped":
+            raise ValueError("shipped tables are of the cases that SPECs name, which the tests compile: add a case.")
+        calls = [program(spec, case, dtype, options.forward) for spec, case, dtype in asked]
+
+        def everything(*operands):
+            return [f(*given) for (f, _), given in zip(calls, operands, strict=True)]
+
+        said = functools.partial(print, flush=True)
+        how = {"budget": options.budget, "write": options.write, "dry_run": options.dry_run, "progress": said}
+        results = tune(everything, *(types for _, types in calls), **how)
+    except (JtopsError, ValueError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    tuned_now = [r for r in results if r.said == "tuned"]
+    print(f"\n{len(results)} choices, {len(tuned_now)} tuned:" if not options.dry_run else f"\n{len(results)} choices")
+    for r in sorted(tuned_now, key=lambda r: r.seconds / r.heuristic_seconds):
+        print(f"{1 - r.seconds / r.heuristic_seconds:6.1%} less  {r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""jtops.tune: which choices it finds, how it climbs, what it writes. Times are made up, but for those of the last test."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jtops
+from jtops import tune
+from jtops.core import cache, target, timing
+from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
+from jtops.kernels._lib import tuned
+from jtops.kernels._lib.config import Config
+
+X = jnp.linspace(-1, 1, 4 * 48).reshape(4, 48)
+GPU = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", platform="gpu")
+
+
+@pytest.fixture(autouse=True)
+def own_tables(tmp_path, monkeypatch):
+    monkeypatch.setenv("JTOPS_TUNING_DIR", str(tmp_path / "tuning"))
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+    cache.clear()
+
+
+def found(f, *args):
+    """The choices of a program for sm_90, as op and stage."""
+    with jtops.config.target("sm_90"):
+        results = tune.tune(f, *args, dry_run=True, progress=lambda _: None)
+    return sorted(f"{r.problem.op} {r.problem.choice}" for r in results)
+
+
+def test_choices_wherever_they_are():
+    """Below jit, scan, cond, remat, custom rules, vmap and shard_map; in the gradient of them."""
+
+    @jax.jit
+    def nested(x):
+        @jax.custom_vjp
+        def custom(x):
+            return jtops.layer_norm(x)
+
+        custom.defvjp(lambda x: (custom(x), x), lambda x, g: (g * x,))
+        x = jax.lax.scan(lambda c, _: (jtops.softmax(c), None), x, None, length=3)[0]
+        x = jax.lax.cond(x[0, 0] > 0, jtops.rms_norm, lambda x: x, x)
+        return jax.checkpoint(lambda x: jtops.logsumexp(jtops.log_softmax(x), axis=-1))(custom(x)).sum()
+
+    forward = ["layer_norm out", "log_softmax out", "logsumexp out", "rms_norm out", "softmax out"]
+    assert found(nested, X) == forward
+    both = found(jax.grad(nested), X)
+    assert {"softmax vjp", "rms_norm vjp", "log_softmax vjp", "logsumexp vjp", "softmax out", "rms_norm fwd"} <= set(both)
+    assert found(jax.vmap(jtops.softmax), X) == ["softmax out"]
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,))
+    in_parts = jax.shard_map(jtops.softmax, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    assert found(in_parts, jax.device_put(X, NamedSharding(mesh, P("a")))) == ["softmax out"]
+    assert found(jax.hessian(lambda x: jtops.softmax(x).sum()), X[0]) == ["softmax out", "softmax vjp"]
+
+
+def test_calls_without_a_kernel_have_no_choice():
+    assert found(lambda x: jtops.softmax(x, implementation="xla"), X) == []
+    assert found(lambda x: jtops.softmax(x, implementation="interpret"), X) == []
+    assert found(jtops.softmax, jnp.ones((0, 4))) == []
+    with jax.enable_x64(True):
+        assert found(jtops.softmax, jnp.ones((4, 4), jnp.float64)) == []
+
+
+def test_several_choices_of_a_stage():
+    q = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
+    names = ["flash_attention out", "flash_attention vjp_dkdv", "flash_attention vjp_dq"]
+    assert found(jax.grad(lambda q, k, v: jtops.flash_attention(q, k, v).sum().astype("float32"), (0, 1, 2)), q, q, q) == names
+    w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    loss = lambda a, b: jtops.matmul(a, b, activation="relu").sum().astype("float32")
+    assert found(jax.grad(loss, (0, 1)), w, w) == ["matmul fwd", "matmul vjp_da", "matmul vjp_db"]
+
+
+STARTS = [
+    Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=1 << 30, num_warps=8),
+    Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=256, num_warps=8, num_stages=1),
+    Config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=3),
+    Config(BLOCK_M=1, BLOCK_N=1, num_warps=1),
+]
+
+
+@pytest.mark.parametrize("start", STARTS, ids=repr)
+def test_neighbours(start):
+    around = tune.neighbours(start)
+    assert start not in around
+    assert len(set(around)) == len(around) > 3
+    for new in around:
+        assert new.blocks.keys() == start.blocks.keys()
+        changed = {k for k in new.kwargs if new[k] != start[k]}
+        assert 1 <= len(changed) <= 2, new
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU that is not there
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Stages run in the interpreter; a config takes so many microseconds as `cost` says, and may be made wrong or to fail."""
+    trials = types.SimpleNamespace(cost=lambda c: 100, wrong=lambda c: False, fails=lambda c: False, raced=[])
+    real = tune._stage
+
+    def stage(call, platform):
+        if platform != "cpu":
+            return real(call, platform)
+
+        def f(*arrays):
+            (config,) = tuned._local.forced.values()
+            if trials.fails(config):
+                raise KernelCompileError("it does not fit")
+            outs = real(call.to(call.stage, implementation="interpret"), platform)(*arrays)
+            return [o * 1.1 if trials.wrong(config) else o for o in outs]
+
+        return f
+
+    def race(programs, arrays):
+        trials.raced.append(list(programs))
+        return {name: 1e-6 * trials.cost(eval(name, {"Config": Config})) for name in programs}
+
+    monkeypatch.setattr(target, "present", lambda: GPU)
+    monkeypatch.setattr(tune, "_stage", stage)
+    monkeypatch.setattr(tune._Trial, "platform", "cpu")
+    monkeypatch.setattr(timing, "race", race)
+    monkeypatch.setattr(jax, "default_device", lambda _: jax.enable_x64(False))
+    with jtops.config.target("sm_90"):
+        yield trials
+
+
+def f(x):
+    return jtops.add(x, 1.0)  # two blocks: few neighbours
+
+
+def tuned_now():
+    (task,) = tune._tasks(f, (X,), "cuda")
+    return task.now
+
+
+TABLE = "ops/NVIDIA_H200.json"
+
+
+def test_it_climbs_and_writes_and_the_table_is_read(gpu, tmp_path):
+    """To the best of a slope, some steps away."""
+    start = tuned_now()
+    gpu.cost = lambda c: 100 + 20 * c["BLOCK_M"] + abs(c["BLOCK_N"] - 64)
+    said = []
+    (result,) = tune.tune(f, X, progress=said.append)
+    assert (result.said, result.config["BLOCK_M"], result.config["BLOCK_N"]) == ("tuned", 1, 64)
+    assert (result.seconds, result.heuristic_seconds) == pytest.approx((120e-6, 420e-6))
+    assert said == [str(result)]
+    assert "add out float32,float32" in said[0]
+    assert len(gpu.raced) == 6  # two steps at once, then one by one, the last round, and both once more
+    assert set(gpu.raced[-1]) == {repr(start), repr(result.config)}
+    assert start.source == "heuristic"
+    assert tuned_now() == result.config
+    assert tuned_now().source == "tuned table (user)"
+    (entry,) = tuned.load(tmp_path / "tuning" / TABLE, "").entries.values()
+    assert entry.config["BLOCK_M"] == 1
+    # Tuned again without time to climb, it stays; where nothing is gained any more, it goes.
+    (again,) = tune.tune(f, X, budget=1e-3, progress=said.append)
+    assert (again.said, again.config) == ("tuned", result.config)
+    gpu.cost = lambda c: 100 if c == start else 99
+    assert [r.said for r in tune.tune(f, X, progress=said.append)] == ["heuristic"]
+    assert tuned_now() == start
+
+
+def test_small_gains_are_not_written(gpu, tmp_path):
+    gpu.cost = lambda c: 97.5 if c["BLOCK_M"] == 8 else 100
+    (result,) = tune.tune(f, X, progress=lambda _: None)
+    assert (result.said, result.config.source) == ("heuristic", "heuristic")
+    assert (result.seconds, result.heuristic_seconds) == pytest.approx((100e-6, 100e-6))
+    assert not (tmp_path / "tuning" / TABLE).exists()
+
+
+def test_a_config_that_computes_something_else_is_dropped(gpu):
+    gpu.cost = lambda c: {8: 10, 32: 50}.get(c["BLOCK_M"], 100)
+    gpu.wrong = lambda c: c["BLOCK_M"] == 8
+    (result,) = tune.tune(f, X, progress=lambda _: None)
+    assert (result.said, result.config["BLOCK_M"], result.seconds) == ("tuned", 32, pytest.approx(50e-6))
+    assert result.dropped
+    assert all("BLOCK_M=8" in c for c in result.dropped)
+    assert "DROPPED, computes something else: Config(" in str(result)
+
+
+def test_configs_that_do_not_compile_are_left_out(gpu):
+    gpu.cost = lambda c: {8: 10, 32: 20}.get(c["BLOCK_M"], 100)
+    gpu.fails = lambda c: c["BLOCK_M"] in (8, 32)
+    (result,) = tune.tune(f, X, progress=lambda _: None)
+    assert result.said == "heuristic"
+    gpu.fails = lambda c: True
+    with pytest.raises(KernelCompileError, match="it does not fit"):
+        tune.tune(f, X, progress=lambda _: None)
+
+
+def test_equal_programs_are_timed_once(gpu):
+    """In the interpreter warps and stages make no difference; on a GPU some blocks make none."""
+    tune.tune(f, X, progress=lambda _: None)
+    assert len(gpu.raced[0]) > 4
+    assert all("num_warps=4" in name and "num_stages" not in name for name in gpu.raced[0][:1])
+    blocks = [name.split("num_")[0] for name in gpu.raced[0]]
+    assert len(set(blocks)) == len(blocks)
+
+
+def test_quick_stages_are_called_several_times_on_several_data(gpu, monkeypatch):
+    """Every call's results are there and right, in whatever order they are asked for; the data are no two times the same."""
+    monkeypatch.setattr(timing, "CHAIN", 3)
+    monkeypatch.setattr(timing, "ROUND_SECONDS", 1e9)
+    monkeypatch.setattr(tune, "_COLD", 2 * X.nbytes)
+    (task,) = tune._tasks(f, (X,), "cuda")
+    trial = tune._Trial(task, GPU)
+    trial.prepare()
+    assert (trial.calls, len(trial.sets)) == (3, 2)
+    outs = trial.programs[task.choice.heuristic](trial.sets)
+    assert len(outs) == 3
+    for i, (out,) in enumerate(outs):
+        x, y = trial.sets[i % 2]
+        assert (out == x + y).all()
+    assert (trial.sets[0][0] != trial.sets[1][0]).any()
+    monkeypatch.setattr(tune, "_RESULTS", 2 * X.nbytes)
+    trial = tune._Trial(task, GPU)
+    trial.prepare()
+    assert trial.calls == 2
+
+
+def test_lengths_are_full_while_timing(gpu):
+    """An integer per batch element is a length: what it would leave out would not be timed."""
+    q, n = jax.ShapeDtypeStruct((2, 8, 1, 16), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    g = lambda q, n, ids: jtops.flash_attention(q, q, q, kv_lengths=n, segment_ids=ids, causal=True)
+    (task,) = tune._tasks(g, (q, n, ids), "cuda")
+    trial = tune._Trial(task, GPU)
+    *_, q_ids, kv_ids, lengths, index = trial.sets[0]
+    assert (lengths == jnp.iinfo(jnp.int32).max).all()
+    assert not any(x.any() for x in (q_ids, kv_ids, index))
+    trial.prepare()
+    (out, _) = trial.run(task.choice.heuristic)
+    q, k, v = (x.reshape(x.shape[-4:]) for x in trial.sets[0][:3])
+    assert jnp.allclose(out, jtops.flash_attention(q, k, v, causal=True, implementation="xla"), atol=1e-5)
+
+
+def test_explicit_configs_and_a_spent_budget(gpu, tmp_path):
+    g = lambda x: f(jtops.softmax(x, config=Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=4)))
+    results = tune.tune(g, X, budget=0, progress=lambda _: None)
+    assert sorted(r.said for r in results) == ["explicit", "no time"]
+    both = lambda x: g(x) + jtops.softmax(x)  # one problem, of which one call says what it wants
+    assert [r.said for r in tune.tune(both, X, budget=0, progress=lambda _: None)] == ["no time", "no time"]
+    assert not (tmp_path / "tuning" / TABLE).exists()
+
+
+def test_where_it_writes(gpu, tmp_path):
+    gpu.cost = lambda c: 50 if c["BLOCK_M"] == 8 else 100
+    mine = tmp_path / "a" / "mine.json"
+    for write, path in (("shipped", tmp_path / "shipped" / "NVIDIA_H200.json"), (mine, mine)):
+        tune.tune(f, X, write=write, progress=lambda _: None)
+        assert len(tuned.load(path, "").entries) == 1
+    assert tuned_now().source == "tuned table (shipped)"
+    with pytest.raises(JtopsError, match="tune: /proc/a cannot be written"):
+        tune.tune(f, X, write="/proc/a/b.json")
+    (tmp_path / "notes.txt").write_text("of mine")
+    with pytest.raises(JtopsError, match=r"notes\.txt is there and is no table"):
+        tune.tune(f, X, write=tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "of mine"
+
+
+# ------------------------------------------------------------------------------------------------------------ command line
+
+
+def test_without_a_gpu():
+    with pytest.raises(UnsupportedError, match=r"needs the GPU it tunes for; JAX computes on cpu here"):
+        tune.tune(f, X)
+    with pytest.raises(UnsupportedError, match=r"dry run under jtops\.config\.target"):
+        tune.tune(f, X, dry_run=True)
+    with pytest.raises(SystemExit, match="needs the GPU"):
+        tune.main(["softmax"])
+
+
+def test_another_gpu_than_the_one_that_is_there(gpu):
+    with jtops.config.target("sm_80"), pytest.raises(UnsupportedError, match=r"this process' NVIDIA H200.*asks for sm_80"):
+        tune.tune(f, X)
+
+
+def test_command(capsys):
+    with jtops.config.target("sm_90"):
+        tune.main(["rms_norm", "--shape", "512x384", "16x8x384,384", "--dtype", "float16", "float32", "--dry-run"])
+        told = capsys.readouterr().out
+        assert told.count("rms_norm fwd float16,-,float16,- r=512 n=512 unit=16") == 1
+        assert told.count("rms_norm vjp float32") == 2
+        tune.main(["add", "softmax", "--case", "row", "8192x4096", "--forward", "--dry-run"])
+        assert "vjp" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["sofmax"], "no op 'sofmax'; there are add, "),
+        (["softmax", "--case", "none"], "no such case: softmax has "),
+        (["matmul", "--case", "mlp", "--shape", "64x64"], "matmul: give the shape of b too"),
+        (["add", "--shape", "-"], "add has operands x, y; got the shapes -"),
+        (["add", "--shape", "4x4", "--write", "shipped"], "add a case"),
+    ],
+)
+def test_command_errors(argv, said):
+    with jtops.config.target("sm_90"), pytest.raises(SystemExit, match=said):
+        tune.main([*argv, "--dry-run"])
+
+
+# -------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_tune_on_the_gpu(tmp_path):
+    """From a heuristic that is made bad: the entry is found, written, read and faster."""
+    x = jax.ShapeDtypeStruct((2048, 1000), jnp.bfloat16)
+    path = tmp_path / "table.json"
+    (result,) = tune.tune(jtops.softmax, x, budget=5, write=path, progress=print)
+    assert result.said in ("tuned", "heuristic")
+    assert 0 < result.seconds <= result.heuristic_seconds < 1e-3
+    assert result.dropped == ()
+    assert len(tuned.load(path, "").entries) == (result.said == "tuned")
+    slow = Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=16, num_warps=1)
+    device = target.present()
+    (task,) = tune._tasks(jtops.softmax, (x,), "cuda")
+    tuned.store(tuned.user_directory() / tuned.file_name(device.device_kind), device.device_kind, str(task.choice.target),
+                [tuned.Entry(result.problem, slow.kwargs, task.choice.fingerprint, 1.0, 2.0)])  # fmt: skip
+    (launch,) = jtops.explain(jtops.softmax, x)
+    assert (launch.config, launch.options["num_warps"]) == ("tuned table (user)", 1)
+    trial = tune._Trial(task, device)
+    trial.prepare()
+    assert trial.build(slow) is None
+    assert trial.agrees(slow)
+    seconds = trial.race([slow, task.choice.heuristic])
+    assert seconds[slow] > 2 * seconds[task.choice.heuristic]
