@@ -285,7 +285,7 @@ def test_command(capsys):
     with jtops.config.target("sm_90"):
         tune.main(["rms_norm", "--shape", "512x384", "16x8x384,384", "--dtype", "float16", "float32", "--dry-run"])
         told = capsys.readouterr().out
-        assert told.count("rms_norm fwd float16,-,float16,- r=512 n=512 unit=16") == 1
+        assert told.count("rms_norm fwd float16,-,float16,- r=512 n=384 each=False,False") == 1
         assert told.count("rms_norm vjp float32") == 2
         tune.main(["add", "softmax", "--case", "row", "8192x4096", "--forward", "--dry-run"])
         assert "vjp" not in capsys.readouterr().out
