@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.device import counted, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch, Rows
 from jtops.kernels._lib.reduce import sum_parts
 from jtops.kernels.norm.config import backward_config
@@ -51,7 +51,7 @@ def _store_dx(dx_ptr, dsum_ptr, offsets, mask, dx):
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@counted
 def _backward_kernel(
     x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dbias_ptr,
     n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
@@ -94,7 +94,7 @@ def _backward_kernel(
         tl.store(dbias_ptr + pid * n + cols, tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty), mask=cols < n)
 
 
-@triton.jit
+@counted
 def _sums_kernel(
     x_ptr, scale_ptr, g_ptr, mean_ptr, rstd_ptr, dscale_ptr, dbias_ptr, sum_w_ptr, sum_wx_ptr,
     n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
@@ -136,7 +136,7 @@ def _sums_kernel(
         tl.store(dbias_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
 
 
-@triton.jit
+@counted
 def _dx_kernel(
     x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, sum_w_ptr, sum_wx_ptr, dx_ptr,
     n, shares, scale_inner, scale_own, scale_offset, SHARES: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.device import counted, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch, Rows
 from jtops.kernels.norm.config import forward_config
 
@@ -43,7 +43,7 @@ def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, EVICT: tl.constexpr):
     return x
 
 
-@triton.jit
+@counted
 def _forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
     r, n, tiles, programs, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
@@ -99,7 +99,7 @@ def _merged(means, squares, counts, n):
     return mean, tl.sum(tl.where(counts > 0, squares + counts * (means - mean) * (means - mean), 0.0), 0)
 
 
-@triton.jit
+@counted
 def _long_forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, means_ptr, squares_ptr,
     y_ptr, sum_ptr, mean_ptr, rstd_ptr, part_means_ptr, part_squares_ptr,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.device import counted, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch
 from jtops.kernels.softmax.config import rows_config
 
@@ -65,7 +65,7 @@ def gradient(a, g, top, log, first, mask, OP: tl.constexpr):
     return tl.where(mask, dx, 0.0)
 
 
-@triton.jit
+@counted
 def _forward_kernel(
     x_ptr, where_ptr, y_ptr, top_ptr, log_ptr, r, n, tiles, programs, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
@@ -94,7 +94,7 @@ def _forward_kernel(
             tl.store(log_ptr + rows, tl.log(s), mask=rows < r)
 
 
-@triton.jit
+@counted
 def _long_forward_kernel(
     x_ptr, where_ptr, maxima_ptr, sums_ptr, y_ptr, top_ptr, log_ptr, part_maxima_ptr, part_sums_ptr,
     n, splits, per_split, where_inner, where_own,
@@ -155,7 +155,7 @@ def _long_forward_kernel(
                 tl.store(y_ptr + row * n + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
-@triton.jit
+@counted
 def _backward_kernel(
     a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, dx_ptr, r, n, tiles, programs, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
@@ -191,7 +191,7 @@ def _backward_kernel(
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@counted
 def _long_backward_kernel(
     a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, totals_ptr, weights_ptr, dx_ptr, part_totals_ptr, part_weights_ptr,
     n, splits, per_split, where_inner, where_own,
