@@ -204,7 +204,7 @@ def test_softmax_family(examples, implementation):
 
 def masked_do_not_matter(call, implementation):
     """Whatever they hold, in x and in the cotangent; and rows apart from each other do not matter either."""
-    name, x, where, given, _, seed = call
+    name, x, where, _, _, seed = call
     how, operands, g = as_drawn(call, implementation)
     if where is None or x.size == 0:
         return
@@ -326,9 +326,12 @@ def norm_terms(x, scale, bias, g, g_sum, *, epsilon, scale_offset, centred):
     s = 1.0 if scale is None else np.abs(scale) + abs(scale_offset)
     w, rows = np.abs(g * s), tuple(range(x.ndim - 1))
     dx = rstd * (w + w.mean(-1, keepdims=True) + x_hat * (w * x_hat).mean(-1, keepdims=True)) * lost
-    return x_hat * s * lost + (0.0 if bias is None else np.abs(bias)), dx + np.abs(g_sum), (np.abs(g) * x_hat).sum(rows), np.abs(
-        g
-    ).sum(rows)
+    return (
+        x_hat * s * lost + (0.0 if bias is None else np.abs(bias)),
+        dx + np.abs(g_sum),
+        (np.abs(g) * x_hat).sum(rows),
+        np.abs(g).sum(rows),
+    )
 
 
 def norm_is_right(call, implementation):
@@ -370,7 +373,7 @@ def test_norms(examples, implementation):
 
 def norm_rows_are_alike(call, implementation):
     """Rows permuted are results permuted; a row of NaN is its own affair; a row scaled, and epsilon with it, stays."""
-    name, operands, more, config, seed = call
+    name, _, more, _, seed = call
     how, operands, gs = norm_as_drawn(call, implementation)
     x, rng = operands["x"], np.random.default_rng(seed)
     r = math.prod(x.shape[:-1])
@@ -384,7 +387,9 @@ def norm_rows_are_alike(call, implementation):
     turned = {k: turn(v) if k in ("x", "residual") else v for k, v in operands.items()}
     same(whole(run(how, turned, jax.tree.map(turn, gs))), [v[order] for v in want], "rows permuted")
     bad = int(rng.integers(r))
-    poisoned = operands | {"x": jnp.asarray(rows(x)).at[bad].set(jnp.asarray(rng.choice([np.nan, np.inf]), x.dtype)).reshape(x.shape)}
+    poisoned = operands | {
+        "x": jnp.asarray(rows(x)).at[bad].set(jnp.asarray(rng.choice([np.nan, np.inf]), x.dtype)).reshape(x.shape)
+    }
     rest = np.arange(r) != bad
     same([v[rest] for v in whole(run(how, poisoned, gs))], [v[rest] for v in want], "beside a row that is no number")
     if name.startswith("add_"):
@@ -428,7 +433,9 @@ def add_is_right(call, implementation):
     out, grads = run(how, operands, g)
     assert out.dtype == dtype
     np.testing.assert_array_equal(out, np.asarray(x).astype(dtype) + np.asarray(y).astype(dtype))
-    for name, truth, size in zip("xy", oracles.add_vjp(wide(x), wide(y), g=wide(g)), oracles.add_vjp(wide(x), wide(y), g=np.abs(wide(g))), strict=True):
+    for name, truth, size in zip(
+        "xy", oracles.add_vjp(wide(x), wide(y), g=wide(g)), oracles.add_vjp(wide(x), wide(y), g=np.abs(wide(g))), strict=True
+    ):
         if name in grads:
             assert grads[name].dtype == operands[name].dtype
             agrees(grads[name], truth, size, what=f"gradient of {name}")
@@ -461,7 +468,10 @@ def mapped_is_a_loop(call, implementation):
     how = (name, options(implementation, config, **given))
     rng = np.random.default_rng(seed)
     draws = {
-        k: [jnp.asarray(rng.random(v.shape) < 0.7) if v.dtype == bool else values("normal", v.shape, str(v.dtype), seed + i) for i in range(size)]
+        k: [
+            jnp.asarray(rng.random(v.shape) < 0.7) if v.dtype == bool else values("normal", v.shape, str(v.dtype), seed + i)
+            for i in range(size)
+        ]
         for k, v in operands.items()
         if axes[k] is not None
     }
