@@ -32,16 +32,23 @@ def with_gradients(f):
     return both
 
 
-def number_compiled(f, *calls) -> int:
-    """How many kernels these calls compile, forward and backward. Nothing is: the keys of Triton's work are counted."""
+@contextlib.contextmanager
+def without_compiling():
+    """Programs are lowered as ever, around kernels of no code. -> the keys under which their code would be kept."""
 
     def pretend(kernel, bound, signature, ones, options, target):
         return compiling.CompiledKernel(kernel.__name__, target, "", 4, 1, 0, 0, 1, (), ones, None)
 
-    with mock.patch.object(compiling, "_compiled", {}), mock.patch.object(compiling, "_compile", pretend):
+    with mock.patch.object(compiling, "_compiled", {}) as keys, mock.patch.object(compiling, "_compile", pretend):
+        yield keys
+
+
+def number_compiled(f, *calls) -> int:
+    """How many kernels these calls compile, forward and backward."""
+    with without_compiling() as keys:
         for operands in calls:
             lowered.text(with_gradients(f), *operands)
-        return len(compiling._compiled)
+        return len(keys)
 
 
 OF_ROWS = {  # op and its operands for r rows of n
@@ -83,6 +90,27 @@ def test_strided_shapes_of_a_bucket_share_their_kernels():
     assert number_compiled(f, *([struct(*shape)] for shape in ((64, 1000, 48), (61, 999, 48), (64, 600, 64)))) == one
 
 
+# --------------------------------------------------------------------------------------------------------------------- axes
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, (0, 1), (1, 2), (2, 1), (1, 2, 3), None])
+def test_no_axis_is_moved_where_strides_serve(axis):
+    """One axis, or neighbours, wherever they are: no transpose before or after the kernels."""
+    x = struct(4, 24, 40, 64)
+    for op in (jtops.softmax, jtops.log_softmax):
+        with without_compiling():
+            text = lowered.text(with_gradients(lambda x, op=op: op(x, axis)), x)
+        assert "stablehlo.transpose" not in text
+        assert len(re.findall(lowered.CALL, text)) >= 2
+
+
+@pytest.mark.parametrize(("axis", "shape"), [((0, 2), (4, 24, 40)), (0, (8192, 3))])
+def test_axes_are_moved_where_they_must_be(axis, shape):
+    """No stride leads along axes that are not neighbours; and few long columns are quicker as rows."""
+    with without_compiling():
+        assert "stablehlo.transpose" in lowered.text(with_gradients(lambda x: jtops.softmax(x, axis)), struct(*shape))
+
+
 # --------------------------------------------------------------------------------------------------------------------- vmap
 
 B, R, N = 5, 6, 48
@@ -116,6 +144,11 @@ def test_vmap_is_one_launch_and_copies_nothing(name):
     """Operands that are not mapped stay as they are, forward and in the gradient of what is mapped and of what is shared."""
     f, axes, operands = OF_SHARED[name]
     mapped = jax.vmap(f, axes)
+    with without_compiling():
+        check_shared(name, mapped, operands)
+
+
+def check_shared(name, mapped, operands):
     op = name if hasattr(jtops, name) else name.rpartition("_")[0]
     assert lowered.launches(mapped, *operands) == {f"jtops_{op}_out": 1}
     assert copied(mapped, *operands) == []
