@@ -48,6 +48,8 @@ def shapes(draw, least=1):
     for _ in range(rank):
         shape.append(draw(st.sampled_from([s for s in SIZES if s <= left])))
         left //= max(1, shape[-1])
+    if rank and draw(st.booleans()):  # rows of many tiles
+        return (*(s for s in shape[1:] if s < 4), draw(st.sampled_from([33, 64, 70, 129, 200])))
     return tuple(draw(st.permutations(shape)))
 
 
@@ -119,14 +121,15 @@ def agrees(got, truth, terms, *, what):
     assert got.shape == truth.shape, (what, got.shape, truth.shape)
     with np.errstate(all="ignore"):
         rounded = np.asarray(np.asarray(truth).astype(dtype), np.float64)
-        finite, terms = np.isfinite(rounded), np.broadcast_to(terms, truth.shape)
+        finite, terms = np.isfinite(rounded), np.broadcast_to(np.nan_to_num(terms, nan=0.0, posinf=np.inf), truth.shape)
         np.testing.assert_array_equal(got[~finite], rounded[~finite], err_msg=what)
         allowed = KERNEL_EPS * float(jnp.finfo("float32").eps) * terms + RESULT_EPS * eps * np.abs(truth) + tiny
         off = np.abs(got - truth)
         wrong = finite & ~(off <= allowed) & ~np.isinf(terms)
     if wrong.any():
-        i = tuple(int(a[0]) for a in np.nonzero(wrong))
-        raise AssertionError(f"{what}{list(i)}: {got[i]!r}, truth {truth[i]!r}, allowed {allowed[i]:.3g}; {wrong.sum()} are wrong")
+        i = np.unravel_index(np.argmax(wrong), wrong.shape)
+        said = f"{got[i]}, truth {truth[i]}, allowed {allowed[i]:.3g}; {wrong.sum()} are wrong"
+        raise AssertionError(f"{what}[{', '.join(map(str, i))}]: {said}")
 
 
 def same(got, want, err_msg=""):
@@ -143,7 +146,7 @@ def softmax_calls(draw, names=("softmax", "log_softmax", "logsumexp"), kinds=kin
     shape, dtype = draw(shapes()), draw(st.sampled_from(DTYPES))
     axes = draw(st.lists(st.integers(0, len(shape) - 1), min_size=1, unique=True))
     axes = tuple(a - len(shape) * draw(st.booleans()) for a in axes)
-    axis = draw(st.sampled_from([axes, axes[0], axes[0], -1, None]))
+    axis = draw(st.sampled_from([axes, axes[0], -1, -1, None]))
     x = values(draw(st.one_of(kinds, st.sampled_from(["special", "infinite", "extreme"]))), shape, dtype, draw(seeds))
     where = None
     if draw(st.booleans()):
@@ -197,7 +200,7 @@ def softmax_is_right(call, implementation):
     agrees(dx, da, of_dx * max(1.0, saved), what="gradient")
 
 
-@profiles(12)
+@profiles(16)
 def test_softmax_family(examples, implementation):
     hold(examples, implementation, softmax_calls(), softmax_is_right)
 
