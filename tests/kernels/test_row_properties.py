@@ -249,12 +249,10 @@ def rows_are_alike(call, implementation):
     rng = np.random.default_rng(seed)
     for a in set(range(x.ndim)) - reduced:
         order = rng.permutation(x.shape[a])
-        at = lambda v, a=a, order=order: v if v is None or v.ndim < x.ndim - a or v.shape[a - x.ndim] == 1 else np.take(
-            v, order, a - x.ndim
-        )  # fmt: skip
-        of_g = (lambda v, a=a, order=order: np.take(v, order, a)) if g.ndim == x.ndim else (
-            lambda v, a=a, order=order: np.take(v, order, a - sum(b < a for b in reduced))
-        )  # fmt: skip
+        turn = lambda v, at, order=order: np.take(np.asarray(v), order, at)
+        lacks = lambda v, a=a: v is None or v.ndim < x.ndim - a or v.shape[a - x.ndim] == 1
+        at = lambda v, a=a: v if lacks(v) else turn(v, a - x.ndim)
+        of_g = lambda v, a=a: turn(v, a if g.ndim == x.ndim else a - sum(b < a for b in reduced))
         got = run(how, {k: at(v) for k, v in operands.items()}, of_g(g))
         same(got, (of_g(y), {key: at(grads[key])}), f"rows permuted along axis {a}")
 
