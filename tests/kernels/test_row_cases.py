@@ -10,7 +10,7 @@ import pytest
 
 import jtops
 from tests import numerics, oracles
-from tests.kernels.test_cases import LONG, PRODUCERS, SPLIT, X, kernels, normal
+from tests.kernels.test_cases import LONG, PRODUCERS, SPLIT, X, normal
 
 # ------------------------------------------------------------------------------------------------------------------ layouts
 
@@ -61,17 +61,16 @@ def test_case_23_a_row_of_a_million_and_a_half(implementation):
     np.testing.assert_allclose(jtops.logsumexp(jnp.zeros(n), implementation=implementation), math.log(n), rtol=1e-6)
 
 
-LENGTHS = [(65537, "bfloat16"), *((n, d) for n in (131072, 200001) for d in ("float32", "bfloat16"))]
-
-
-@kernels
-@pytest.mark.parametrize(
-    ("n", "dtype"),
-    [
-        (65537, "float32"),
-        *(pytest.param(n, d, marks=pytest.mark.slow) for n, d in LENGTHS),
-    ],
+# The kernels at once, the plain reference in test-all.
+by_kernel = pytest.mark.parametrize(
+    "implementation", ["interpret", pytest.param("xla", marks=pytest.mark.slow), pytest.param("triton", marks=pytest.mark.gpu)]
 )
+
+
+@pytest.mark.slow
+@by_kernel
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [65537, 131072, 200001])
 def test_case_23_gradients_of_long_rows(n, dtype, implementation):
     """Case 23: the gradients of long norms, which the last column moves as well."""
     x, g = jnp.asarray(np.arange(n) % 7, dtype).reshape(1, n), normal(1, n, seed=1, dtype=dtype)
@@ -91,7 +90,7 @@ def test_case_23_gradients_of_long_rows(n, dtype, implementation):
 # ----------------------------------------------------------------------------------------------------------------- variance
 
 
-@kernels
+@by_kernel
 @pytest.mark.parametrize("block", [LONG, SPLIT])
 def test_case_25_in_parts(block, implementation):
     """Case 25: means and deviations of parts, put together, cancel as little as those of a whole; a constant row is exactly 0."""
@@ -106,7 +105,7 @@ def test_case_25_in_parts(block, implementation):
     np.testing.assert_allclose(f(x), oracles.layer_norm(np.asarray(x, np.float64), epsilon=1e-5), rtol=1e-3, atol=1e-3)
 
 
-@kernels
+@by_kernel
 @pytest.mark.parametrize("shape", [(2, 5, 7, 48), pytest.param((48,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("there", [True, False])
 def test_case_26_rms_norm(there, shape, implementation):
@@ -128,7 +127,7 @@ NORMS = {
 }
 
 
-@kernels
+@by_kernel
 @pytest.mark.parametrize("name", NORMS)
 def test_case_28_epsilon_is_float32(name, implementation):
     """Case 28: an epsilon that float16 has not keeps a row of zeros from NaN; one of bfloat16's size does not stand in for it."""

@@ -174,7 +174,7 @@ ON_MESHES = {  # op and its operands; arrays that are gathered where the feature
     "add_layer_norm": (jtops.add_layer_norm, (X, X, SCALE, SCALE), 2),
     "add_rms_norm": (jtops.add_rms_norm, (X, X, SCALE), 2),
 }
-on_meshes = pytest.mark.parametrize("name", in_parts(ON_MESHES, ("softmax", "rms_norm")))
+ON_MESHES_AT_ONCE = (("softmax", AxisType.Auto), ("rms_norm", AxisType.Explicit))  # `test_auto_rows` has more
 loss = lambda f: lambda *a: sum(jnp.sin(y).sum() for y in jax.tree.leaves(f(*a)))
 
 
@@ -185,8 +185,14 @@ def interpreted(name):
     return g, jax.grad(loss(g), all_of), jax.grad(loss(f), all_of)(*operands), operands, gathers
 
 
-@on_meshes
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.slow] * ((name, kind) not in ON_MESHES_AT_ONCE))
+        for name in ON_MESHES
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    ],
+)
 def test_collectives(name, kind):
     """Split rows: none forward, and backward one sum of all the parameters' gradients. Split features: they are gathered."""
     f, grads, want, operands, gathers = interpreted(name)
@@ -205,7 +211,7 @@ def test_collectives(name, kind):
             assert set(used) <= {"all-gather"} if backward is None else used == backward
 
 
-@on_meshes
+@pytest.mark.parametrize("name", in_parts(ON_MESHES, ("rms_norm",)))
 def test_collectives_in_shard_map(name):
     """There the call is its device's own: it has no collective, and of split features it sees those of its device alone."""
     f, _, want, operands, _ = interpreted(name)

@@ -200,7 +200,7 @@ def softmax_is_right(call, implementation):
     agrees(dx, da, of_dx * max(1.0, saved), what="gradient")
 
 
-@profiles(16)
+@profiles(12)
 def test_softmax_family(examples, implementation):
     hold(examples, implementation, softmax_calls(), softmax_is_right)
 
@@ -281,7 +281,7 @@ def family_is_consistent(call, implementation):
         mask = np.broadcast_to(True if where is None else where, x.shape)
         expected = np.where(mask, np.asarray(x, np.float64) - np.asarray(total, np.float64), -np.inf)
         size = 1.0 + np.abs(np.asarray(total, np.float64)) + np.abs(np.where(mask, np.asarray(x, np.float64), 0.0))
-        ok = ~np.isinf(np.broadcast_to(size, x.shape)) & np.isfinite(expected)
+        ok = ~np.isinf(np.broadcast_to(size, x.shape)) & (np.abs(expected) < np.finfo(np.float32).max)
         assert (np.abs(np.asarray(log_p, np.float64) - expected) <= 1e-6 * size)[ok].all()
 
 
@@ -368,7 +368,7 @@ def norm_is_right(call, implementation):
             agrees(grads[key], want, terms, what=f"gradient of {key}")
 
 
-@profiles(12)
+@profiles(8)
 def test_norms(examples, implementation):
     hold(examples, implementation, norm_calls(), norm_is_right)
 
@@ -489,6 +489,6 @@ def mapped_is_a_loop(call, implementation):
             np.testing.assert_allclose(a, b, rtol=4 * eps, atol=4 * eps * top + 2e-6 * top)
 
 
-@profiles(4)
+@profiles(3)
 def test_vmap_is_a_loop(examples, implementation):
     hold(examples, implementation, mapped(), mapped_is_a_loop)
