@@ -23,43 +23,55 @@ def add_vjp(x, y, *, g):
     return _sum_to(g, x), _sum_to(g, y)
 
 
+def _top(x, where, axis):
+    """The maximum of what takes part; of nothing, and where it is infinite, what exp can take."""
+    top = np.where(where, x, -np.inf).max(axis, keepdims=True, initial=-np.inf)
+    return top, np.where(np.isinf(top), 0.0, top)
+
+
 def softmax(x, where=None, *, axis=-1):
     where = np.broadcast_to(True if where is None else where, x.shape)
-    with np.errstate(invalid="ignore"):
-        top = np.where(where, x, -np.inf).max(axis, keepdims=True)
+    top, _ = _top(x, where, axis)
+    with np.errstate(invalid="ignore", over="ignore"):
         e = np.where(where, np.exp(np.where(where, x - top, 0.0)), 0.0)
-    total = e.sum(axis, keepdims=True)
-    return e / np.where(where.any(axis, keepdims=True), total, 1.0)
+        total = e.sum(axis, keepdims=True)
+        return np.where(where, e / np.where(where.any(axis, keepdims=True), total, 1.0), 0.0)
 
 
 def softmax_vjp(x, where=None, *, g, axis=-1):
     y = softmax(x, where, axis=axis)
-    return y * (g - (y * g).sum(axis, keepdims=True)), None
+    dx = y * (g - (y * g).sum(axis, keepdims=True))
+    return dx if where is None else np.where(where, dx, 0.0), None
 
 
 def logsumexp(a, where=None, *, axis=None, keepdims=False):
     where = np.broadcast_to(True if where is None else where, a.shape)
     axis = tuple(range(a.ndim)) if axis is None else axis
-    top = np.where(where, a, -np.inf).max(axis, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        y = top + np.log(np.where(where, np.exp(np.where(where, a - top, 0.0)), 0.0).sum(axis, keepdims=True))
-    y = np.where(where.any(axis, keepdims=True), y, -np.inf)
+    _, safe = _top(a, where, axis)
+    with np.errstate(divide="ignore", over="ignore"):
+        y = safe + np.log(np.where(where, np.exp(np.where(where, a - safe, 0.0)), 0.0).sum(axis, keepdims=True))
     return y if keepdims else y.squeeze(axis)
 
 
 def logsumexp_vjp(a, where=None, *, g, axis=None, keepdims=False):
     axis = tuple(range(a.ndim)) if axis is None else axis
-    return softmax(a, where, axis=axis) * (g if keepdims else np.expand_dims(g, axis)), None
+    with np.errstate(invalid="ignore", over="ignore"):
+        da = np.exp(a - logsumexp(a, where, axis=axis, keepdims=True)) * (g if keepdims else np.expand_dims(g, axis))
+    return da if where is None else np.where(where, da, 0.0), None
 
 
 def log_softmax(x, where=None, *, axis=-1):
-    y = x - logsumexp(x, where, axis=axis, keepdims=True)
+    top, _ = _top(x, np.broadcast_to(True if where is None else where, x.shape), axis)
+    with np.errstate(invalid="ignore", over="ignore"):
+        shifted = x - top  # of a row with an infinite maximum NaN
+        y = shifted - logsumexp(shifted, where, axis=axis, keepdims=True)
     return y if where is None else np.where(where, y, -np.inf)
 
 
 def log_softmax_vjp(x, where=None, *, g, axis=-1):
     g = g if where is None else np.where(where, g, 0.0)
-    return g - softmax(x, where, axis=axis) * g.sum(axis, keepdims=True), None
+    dx = g - softmax(x, where, axis=axis) * g.sum(axis, keepdims=True)
+    return dx if where is None else np.where(where, dx, 0.0), None
 
 
 def layer_norm(x, scale=None, bias=None, *, epsilon=1e-6, scale_offset=0.0):

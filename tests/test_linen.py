@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jtops
 import jtops.linen as jnn
 from tests import layers
 from tests.layers import ATTENTION, BF16, F16, F32, PRODUCT, agree, draw, identical, ops_in, value_and_grads, way
@@ -319,6 +320,34 @@ def test_variance_of_a_large_mean():
     truth = (truth - truth.mean(-1, keepdims=True)) / np.sqrt(truth.var(-1, keepdims=True) + 1e-6)
     off = lambda layers: np.abs(np.asarray(layers.LayerNorm(use_scale=False, use_bias=False).apply({}, x)) - truth).max()
     assert off(jnn) < 1e-2 < off(nn)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_case_29_norms(name):
+    """Case 29: parameters and their gradients stay float32 where a layer computes in bfloat16; it is the op; options count."""
+    x, given = draw(*X), {"dtype": BF16, "param_dtype": F32, "scale_init": SPREAD}
+    layer = getattr(jnn, name)(**given)
+
+    @jax.jit
+    def step(x):
+        variables = layer.init(KEY, x)
+        loss = lambda variables: ((layer.apply(variables, x).astype(F32) - 1.0) ** 2).sum()
+        return layer.apply(variables, x), variables["params"], jax.grad(loss)(variables)["params"]
+
+    y, params, grads = step(x)
+    assert (y.dtype, y.shape) == (BF16, X)
+    assert [(p.dtype, p.shape) for p in jax.tree.leaves((params, grads))] == [(F32, X[-1:])] * (2 * len(params))
+    op = {"LayerNorm": jtops.layer_norm, "RMSNorm": jtops.rms_norm}[name]
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(op(x, **params).astype(BF16), np.float32))
+    calls = lambda fields: lambda x: getattr(jnn, name)(**given | fields).init_with_output(KEY, x)
+    bits = lambda tree: [np.asarray(v).tobytes() for v in jax.tree.leaves(tree)]
+    seen = lambda fields: (str(jax.make_jaxpr(calls(fields))(x)), bits(calls(fields)(x)))
+    usual = seen({})
+    flips = {"epsilon": 0.1, "dtype": F16, "param_dtype": BF16, "use_scale": False, "scale_init": nn.initializers.ones,
+             "reduction_axes": 0, "feature_axes": (1, 2), "force_float32_reductions": False}  # fmt: skip
+    if name == "LayerNorm":
+        flips |= {"use_bias": False, "bias_init": SPREAD}
+    assert [option for option, value in flips.items() if seen({option: value}) == usual] == []
 
 
 def attention(layers, x, *inputs, variables=None, init=(), **fields_and_options):

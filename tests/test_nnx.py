@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jtops
 import jtops.nnx as jnnx
 from tests import layers as checks
 from tests.layers import ATTENTION, BF16, F16, F32, PRODUCT, agree, draw, identical, ops_in, shortest, value_and_grads, way
@@ -210,6 +211,21 @@ def test_the_kernel_itself(implementation):
         served = ops_in(f, state, x)
     agree(got, value_and_grads(g, flax, x), 1e-4)
     assert served == (NONE if implementation == "xla" else ALL)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_case_29_norms(name):
+    """Case 29: parameters and their gradients stay float32 where the layer computes in bfloat16; it is the bare op."""
+    x, layer = draw(*X), getattr(jnnx, name)(X[-1], dtype=BF16, param_dtype=F32, scale_init=SPREAD, rngs=rngs())
+    loss = lambda layer, x: ((layer(x).astype(F32) - 1.0) ** 2).sum()
+    grads = nnx.jit(nnx.grad(loss))(layer, x)
+    params = {path[0]: v[...] for path, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    assert all((p.dtype, p.shape) == (F32, X[-1:]) for p in [*params.values(), *jax.tree.leaves(grads)])
+    y = layer(x)
+    assert (y.dtype, y.shape) == (BF16, X)
+    op = {"LayerNorm": jtops.layer_norm, "RMSNorm": jtops.rms_norm}[name]
+    want = op(x.astype(BF16), **{k: v.astype(BF16) for k, v in params.items()})  # as Flax promotes them
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want, np.float32))
 
 
 def test_metadata():

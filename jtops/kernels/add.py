@@ -11,7 +11,7 @@ from jtops.config import Implementation
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.device import own_row
+from jtops.kernels._lib.device import counted, own_row
 from jtops.kernels._lib.fused_op import fused_op
 from jtops.kernels._lib.launch import Config, Launch
 from jtops.kernels._lib.spec import Case, Input, Spec
@@ -35,7 +35,7 @@ def _load(ptr, rows, cols, r, m, n, inner, own, ROW_M: tl.constexpr, COL_N: tl.c
     return x
 
 
-@triton.jit
+@counted
 def _forward_kernel(
     x_ptr, y_ptr, o_ptr, r, m, n, x_inner, x_own, y_inner, y_own,
     X_M: tl.constexpr, X_N: tl.constexpr, X_DENSE: tl.constexpr,
@@ -54,7 +54,7 @@ def _forward_kernel(
     tl.store(o_ptr + rows[:, None] * n + cols[None, :], x + y, mask=mask)
 
 
-@triton.jit
+@counted
 def _sum_kernel(
     g_ptr, o_ptr, r, c, parts, rows_per_part,
     SUM_COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

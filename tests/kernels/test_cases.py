@@ -42,6 +42,7 @@ OPS = {
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("producer", PRODUCERS)
 def test_case_22_layouts(producer, op, implementation):
+    """Case 22: what is transposed, strided or broadcast, also as a cotangent, inside one program."""
     make, f = PRODUCERS[producer], lambda x: OPS[op](x, implementation=implementation)
     plain = lambda x: OPS[op](x, implementation="xla")
     copied = jnp.asarray(np.ascontiguousarray(make(X)))
@@ -61,6 +62,7 @@ def test_case_22_layouts(producer, op, implementation):
 @ways
 @pytest.mark.parametrize("n", [3, 17, 33, 127, 768, 1000])
 def test_case_24_variance_ignores_padding(n, implementation):
+    """Case 24: lanes past the row are no part of it."""
     x = jnp.arange(100.0, 100.0 + n)
     got = jtops.layer_norm(x, epsilon=0.0, implementation=implementation)
     k = np.arange(n) - (n - 1) / 2
@@ -69,6 +71,7 @@ def test_case_24_variance_ignores_padding(n, implementation):
 
 @ways
 def test_case_24_values(implementation):
+    """Case 24: a row of three, of 17 and of one."""
     f = lambda x, **kw: jtops.layer_norm(jnp.asarray(x), implementation=implementation, **kw)
     np.testing.assert_allclose(f([99.0, 100.0, 101.0], epsilon=0.0), [-1.224745, 0.0, 1.224745], atol=1e-6)
     np.testing.assert_allclose(f(np.arange(100.0, 117.0), epsilon=0.0)[jnp.array([0, -1])], [-1.632993, 1.632993], atol=1e-6)
@@ -77,6 +80,7 @@ def test_case_24_values(implementation):
 
 @ways
 def test_case_25_mean_far_above_spread(implementation):
+    """Case 25: two passes, never E[x^2] - E[x]^2; a constant row is exactly 0, its gradient finite."""
     f = lambda x, **kw: jtops.layer_norm(jnp.asarray(x), implementation=implementation, **kw)
     got = f([40000.0, 40001.0, 40002.0, 40003.0], epsilon=1e-5)
     np.testing.assert_allclose(got, [-1.341635, -0.447212, 0.447212, 1.341635], rtol=1e-5)
@@ -95,6 +99,7 @@ def test_case_25_mean_far_above_spread(implementation):
 @pytest.mark.parametrize("shape", [(2, 5, 7, 48), (48,)])
 @pytest.mark.parametrize("present", [(True, True), (True, False), (False, True), (False, False)])
 def test_case_26_ranks_and_absent_parameters(shape, present, implementation):
+    """Case 26: any rank, as if its rows were in one axis; what is absent is ones or zeros; gradients of what is there."""
     x, scale, bias = normal(*shape), normal(48, seed=1), normal(48, seed=2)
     used = [p for p, there in zip((scale, bias), present, strict=True) if there]
     names = [n for n, there in zip(("scale", "bias"), present, strict=True) if there]
@@ -116,6 +121,7 @@ def test_case_26_ranks_and_absent_parameters(shape, present, implementation):
 
 @ways
 def test_case_53_zero_tangents(implementation):
+    """Case 53: an argument that does not move."""
     x, scale = normal(2, 8), normal(8, seed=1)
     f = lambda x: jtops.layer_norm(x, scale, scale, implementation=implementation)
     numerics.close(jax.jvp(f, (x,), (jnp.zeros_like(x),))[1], jnp.zeros_like(x))
@@ -128,6 +134,7 @@ def test_case_53_zero_tangents(implementation):
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64, jnp.float32, np.array])
 def test_epsilon_of_any_kind_gives_the_same_bits(kind):
+    """Cases 28 and 57: numbers of any type."""
     x = normal(4, 32, dtype=jnp.bfloat16)
     value = 0.25  # exact in every format
     got = jtops.layer_norm(x, epsilon=kind(value), implementation="interpret")
@@ -137,6 +144,7 @@ def test_epsilon_of_any_kind_gives_the_same_bits(kind):
 
 
 def test_weak_scalars():
+    """Case 57: weak numbers take the other operand's type."""
     x = normal(4, dtype=jnp.bfloat16)
     for two in (2, 2.0, jnp.asarray(2.0).astype("bfloat16"), np.float32(2)):
         got, want = jtops.add(x, two), jnp.add(x, two)
@@ -300,6 +308,7 @@ def test_add_norms_are_the_two_ops(dtypes, block, implementation):
 @kernels
 @pytest.mark.parametrize("n", [65537, pytest.param(131072, marks=pytest.mark.slow)])
 def test_case_23_long_rows_react_to_their_last_column(n, implementation):
+    """Case 23: rows longer than a block of registers, and every column counts."""
     x = jnp.asarray(np.arange(2 * n) % 7, jnp.float32).reshape(2, n)
     ops = {"softmax": jtops.softmax, "layer_norm": jtops.layer_norm, "rms_norm": jtops.rms_norm, "log_softmax": jtops.log_softmax}
     for name, op in ops.items():

@@ -127,6 +127,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("spec", "name", "implementation"), CALLS)
 def test_transform(spec, name, implementation):
+    """Cases 53 and 55: forward mode, any order, checkpoint and scan give what the plain reference does."""
     f, _, operands = both(spec, implementation)
     got = jax.jit(TRANSFORMS[name](f, operands))(*operands)
     numerics.close(got, by_reference(spec.name, name), 1e-4)
@@ -218,7 +219,7 @@ def test_empty(spec, implementation):
 @every_way
 @some_ops
 def test_donation(spec, implementation):
-    """Donating any operand changes nothing, and what is not donated keeps its value."""
+    """Case 56: donating any operand changes nothing, and what is not donated keeps its value."""
     f, reference, operands = both(spec, implementation)
     want = reference(*operands)
     for donated in range(len(operands)):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib.device import counted
 from jtops.kernels._lib.launch import Config, Launch
 
 
@@ -18,7 +19,7 @@ def _column_sum(parts_ptr, total_ptr, group, parts, n, cols, BLOCK_M: tl.constex
     tl.store(total_ptr + group * n + cols, tl.sum(acc, 0).to(total_ptr.dtype.element_ty), mask=cols < n)
 
 
-@triton.jit
+@counted
 def _sum_parts_kernel(
     a_ptr, b_ptr, a_total_ptr, b_total_ptr, parts, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.device import counted, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch, Rows
 from jtops.kernels._lib.reduce import sum_parts
 from jtops.kernels.norm.config import backward_config
@@ -78,7 +78,7 @@ def _write_sum(ptr, pid, n, cols, inside_n, sums):
         tl.store(ptr + pid * n + cols, total, mask=inside_n)
 
 
-@triton.jit
+@counted
 def _backward_kernel(
     x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dbias_ptr,
     n, tiles, parts, group_rows, part_n, scale_inner, scale_own, scale_offset,
@@ -123,7 +123,7 @@ def _backward_kernel(
     _write_sum(dbias_ptr, pid, n, cols, inside_n, dbias)
 
 
-@triton.jit
+@counted
 def _sums_kernel(
     x_ptr, scale_ptr, g_ptr, mean_ptr, rstd_ptr, dscale_ptr, dbias_ptr, sum_w_ptr, sum_wx_ptr,
     n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
@@ -165,7 +165,7 @@ def _sums_kernel(
         tl.store(dbias_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
 
 
-@triton.jit
+@counted
 def _dx_kernel(
     x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, sum_w_ptr, sum_wx_ptr, dx_ptr,
     n, shares, scale_inner, scale_own, scale_offset, SHARES: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device import multiple_of, own_row, unit
+from jtops.kernels._lib.device import counted, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch, Rows
 from jtops.kernels.norm.config import forward_config, tail
 
@@ -97,7 +97,7 @@ def _held(ptr, cols, inside_n, n, HELD: tl.constexpr):
     return p
 
 
-@triton.jit
+@counted
 def _forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
     r, n, tiles, programs, part_n, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
@@ -167,7 +167,7 @@ def _forward_kernel(
             tl.store(y_ptr + offsets_t, y.to(y_ptr.dtype.element_ty), mask=mask_t)
 
 
-@triton.jit
+@counted
 def _long_forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, means_ptr, squares_ptr,
     y_ptr, sum_ptr, mean_ptr, rstd_ptr, part_means_ptr, part_squares_ptr,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device import exp, multiple_of, own_row, unit
+from jtops.kernels._lib.device import counted, exp, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Config, Launch
 from jtops.kernels._lib.vectors import edges, row_start, vector, vectors_read, vectors_written
 from jtops.kernels.softmax.config import rows_config
@@ -111,7 +111,7 @@ def _write_gradient(a_ptr, g_ptr, dx_ptr, offsets, mask, top, log, weight, OP: t
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@counted
 def _forward_kernel(
     x_ptr, where_ptr, y_ptr, top_ptr, log_ptr, r, n, tiles, programs, part_n, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
@@ -160,7 +160,7 @@ def _forward_kernel(
                 tl.store(log_ptr + rows, tl.log(s), mask=rows < r)
 
 
-@triton.jit
+@counted
 def _long_forward_kernel(
     x_ptr, where_ptr, maxima_ptr, sums_ptr, y_ptr, top_ptr, log_ptr, part_maxima_ptr, part_sums_ptr,
     n, splits, per_split, where_inner, where_own,
@@ -227,7 +227,7 @@ def _long_forward_kernel(
                     tl.store(y_ptr + start + cols, y.to(y_ptr.dtype.element_ty), mask=edge)
 
 
-@triton.jit
+@counted
 def _backward_kernel(
     a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, dx_ptr, r, n, tiles, programs, part_n, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
@@ -274,7 +274,7 @@ def _backward_kernel(
             _write_gradient(a_ptr, g_ptr, dx_ptr, start[:, None] + cols, edge, top, log, weight[:, None], OP)
 
 
-@triton.jit
+@counted
 def _long_backward_kernel(
     a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, totals_ptr, weights_ptr, dx_ptr, part_totals_ptr, part_weights_ptr,
     n, splits, per_split, where_inner, where_own,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv
-from jtops.kernels._lib.device import exp, multiple_of, own_row, unit
+from jtops.kernels._lib.device import counted, exp, multiple_of, own_row, unit
 from jtops.kernels._lib.launch import Launch
 from jtops.kernels.softmax.config import strided_config
 from jtops.kernels.softmax.rows import finite, gradient, result
@@ -38,7 +38,7 @@ def _taking_part(where_ptr, base, offs_n, offs_i, inside, n, inner, WHERE_N: tl.
     return inside
 
 
-@triton.jit
+@counted
 def _strided_forward_kernel(
     x_ptr, where_ptr, y_ptr, top_ptr, log_ptr, n, inner, where_size, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, ONE_BLOCK: tl.constexpr, UNIT: tl.constexpr,
@@ -91,7 +91,7 @@ def _strided_forward_kernel(
                 tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@counted
 def _strided_backward_kernel(
     a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, dx_ptr, n, inner, where_size, where_inner, where_own,
     OP: tl.constexpr, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, UNIT: tl.constexpr,
