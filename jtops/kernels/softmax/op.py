@@ -178,7 +178,7 @@ def softmax(
       where: boolean, broadcastable to `x`: elements that take part. The others are 0, have gradient 0 and may hold anything.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_N`` (elements along the axis) and ``BLOCK_M`` (rows; or neighbours, where the axis is not the last) of
-        a tile; ``PROGRAMS``: at most so many share the rows. None: chosen by size.
+        a tile; ``PROGRAMS``: at most so many share the rows. ``cluster_size``: so many programs share a row. None: by size.
 
     Returns:
       Array of the shape and dtype of `x`.
@@ -214,7 +214,7 @@ def log_softmax(
       where: boolean, broadcastable to `x`: elements that take part. The others are -inf, have gradient 0 and may hold anything.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_N`` (elements along the axis) and ``BLOCK_M`` (rows; or neighbours, where the axis is not the last) of
-        a tile; ``PROGRAMS``: at most so many share the rows. None: chosen by size.
+        a tile; ``PROGRAMS``: at most so many share the rows. ``cluster_size``: so many programs share a row. None: by size.
 
     Returns:
       Array of the shape and dtype of `x`.
@@ -252,7 +252,7 @@ def logsumexp(
       keepdims: keep the reduced axes, with size 1.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_N`` (elements along the axis) and ``BLOCK_M`` (rows; or neighbours, where the axis is not the last) of
-        a tile; ``PROGRAMS``: at most so many share the rows. None: chosen by size.
+        a tile; ``PROGRAMS``: at most so many share the rows. ``cluster_size``: so many programs share a row. None: by size.
 
     Returns:
       Array of the dtype of `a`, without the reduced axes.
