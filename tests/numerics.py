@@ -28,6 +28,7 @@ KERNEL_EXCEPTIONS = {
     ("flash_attention", "float16"): 4.0,
     ("flash_attention", "bfloat16"): 4.0,
     ("matmul", "float32"): 8.0,  # three TF32 products leave out that of both small parts, 2^-22 of each term
+    ("logsumexp", "float32"): 4.0,  # p comes again from x - maximum - logarithm: what rounds off the logarithm is that share of p
     ("flash_attention", "float32"): 8.0,  # p comes again from score - lse: what rounds off a score is that share of p
 }
 

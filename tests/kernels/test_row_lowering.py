@@ -68,7 +68,7 @@ def in_parts(names, at_once):
 
 @pytest.mark.parametrize("name", in_parts(OF_ROWS, ("add", "masked", "layer_norm")))
 def test_shapes_of_a_bucket_share_their_kernels(name):
-    """Any number of rows, and any length in a block that 16 divides; another alignment, or a full block, is another kernel, once."""
+    """Any number of rows, and lengths of a block that 16 divides; another alignment, or a full block, is another kernel, once."""
     f, operands = OF_ROWS[name]
     one = number_compiled(f, operands(8192, 4080))
     alike = [operands(*shape) for shape in ((8192, 4080), (8000, 4080), (7001, 3600))]

@@ -224,7 +224,7 @@ def backward(launch: Launch, operands, saved, cotangents):
     parameters = operands[2 if adds else 1 :]
     written = {"dscale": None, "dbias": None}
     written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
-    arrays_read, clusters = 2 if dsum is None else 3, has_clusters(launch)
+    arrays_read, clusters = 2 if dsum is None else 3, has_clusters(launch) and n * x.dtype.itemsize % 16 == 0
     heuristic = backward_config(launch.target, r, n, x.dtype.itemsize, arrays_read, clusters=clusters)
     kernels, sizes = (_backward_kernel, _sums_kernel, _dx_kernel), {"r": r, "groups": r // group_rows}
     config = launch.choose(heuristic, kernels, (x, scale, g, dsum), sizes, n=n, wanted=tuple(wanted))

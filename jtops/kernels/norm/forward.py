@@ -264,7 +264,8 @@ def forward(launch: Launch, x, *others):
     x = launch.rows[0].full(x)
     r, n = x.shape
     centred = launch.op.endswith("layer_norm")
-    heuristic = forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds, clusters=has_clusters(launch))
+    clusters = has_clusters(launch) and n * x.dtype.itemsize % 16 == 0
+    heuristic = forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds, clusters=clusters)
     each = tuple(p is not None and p.own > 1 for p in (scale_rows, bias_rows))
     kernels = (_forward_kernel, _long_forward_kernel)
     config = launch.choose(heuristic, kernels, (x, residual, scale, bias), {"r": r}, n=n, each=each)

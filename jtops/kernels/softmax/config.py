@@ -39,12 +39,12 @@ def rows_config(
         if arrays * nbytes == 65536 and stages_that_fit(target, 3, 65536) == 3:
             return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=128, num_warps=warps, num_stages=3)
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=warps)
-    block = (
-        32768 // itemsize // arrays
-    )  # a deep queue of loads keeps other programs away, so that what is read stays in the L2 cache
-    return Config(
-        BLOCK_M=1, BLOCK_N=block, PROGRAMS=512, num_warps=16, num_stages=stages_that_fit(target, 5, arrays * block * itemsize)
-    )
+    if not aligned:
+        return Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=512, num_warps=16)
+    block = 32768 // itemsize // arrays
+    # Many loads on their way leave no room for other programs: so what they have read is still in the L2 cache when read again.
+    stages = stages_that_fit(target, 5, arrays * block * itemsize)
+    return Config(BLOCK_M=1, BLOCK_N=block, PROGRAMS=512, num_warps=16, num_stages=stages)
 
 
 def strided_config(b: int, n: int, inner: int, itemsize: int) -> Config:
