@@ -95,3 +95,22 @@ def test_refused(op):
     rows = dataclasses.replace(case, config=jtops.Config(BLOCK_M=2, BLOCK_N=256, PROGRAMS=1, cluster_size=2))
     with pytest.raises(jtops.UnsupportedError, match="share one row at a time: BLOCK_M must be 1"):
         lowered.text(function(spec, rows, implementation="triton"), *operands)
+
+
+@pytest.mark.parametrize(
+    "target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow), pytest.param("sm_120", marks=pytest.mark.slow)]
+)
+def test_long_rows_go_to_clusters(target):
+    """By themselves, where there are such; elsewhere, and where vectors do not divide a row, they are read twice."""
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    softmax = jax.grad(lambda x: jtops.softmax(x).astype(jnp.float32).sum())
+    norm = jax.grad(lambda x, s: jtops.layer_norm(x, s).astype(jnp.float32).sum(), (0, 1))
+    asked = (softmax, shape(4096, 65536)), (norm, shape(8192, 16384), shape(16384))
+    for f, *operands in asked:
+        with jtops.config.target(target):
+            sizes = [launch.options.get("cluster_size", 1) for launch in jtops.explain(f, *operands)]
+        assert max(sizes) > 1, f
+        with jtops.config.target("sm_80"):
+            assert all("cluster_size" not in launch.options for launch in jtops.explain(f, *operands))
+    with jtops.config.target(target):
+        assert all("cluster_size" not in launch.options for launch in jtops.explain(softmax, shape(4096, 50257)))

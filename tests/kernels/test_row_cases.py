@@ -262,3 +262,25 @@ def test_parameter_gradients_have_the_same_bits(shape):
         jax.tree.map(np.testing.assert_array_equal, grads(x, residual, scale, bias)[2:], first[2:])
     other = jax.jit(lambda *a: (grads(*a), x * 2))(x, residual, scale, bias)[0]
     jax.tree.map(np.testing.assert_array_equal, other[2:], first[2:])
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shared", ["x", "residual", "both"])
+@pytest.mark.parametrize("block", [(64, 1), (32, 1), (8, 1), (8, 64)], ids=["rows", "tail", "long", "split"])
+def test_rows_that_share_what_is_added(block, shared, implementation):
+    """x or the residual of all of a batch, or each of another axis of it, is read in place, by every kernel."""
+    config = jtops.Config(BLOCK_M=1, BLOCK_N=block[0], PROGRAMS=block[1])
+    axes = {"x": (None, 0), "residual": (0, None), "both": (0, 0)}[shared]
+    if shared == "both":  # each shared along one of two mapped axes
+        f = lambda op: jax.vmap(jax.vmap(op, (0, None, None)), (None, 0, None))
+        operands = normal(3, 2, 40), normal(4, 2, 40, seed=1), normal(40, seed=2)
+    else:
+        f = lambda op: jax.vmap(op, (*axes, None))
+        operands = *(normal(*([5] * (a == 0)), 3, 40, seed=i) for i, a in enumerate(axes)), normal(40, seed=2)
+
+    def results(implementation, **config):
+        op = lambda *a: jtops.add_rms_norm(*a, implementation=implementation, **config)
+        y, pullback = jax.vjp(f(op), *operands)
+        return y, pullback(jax.tree.map(jnp.sin, y))
+
+    numerics.close(results(implementation, config=config), results("xla"), 1e-5)

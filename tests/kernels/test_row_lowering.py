@@ -128,6 +128,8 @@ OF_SHARED = {  # op, in_axes, operands
     "layer_norm_scales": (jtops.layer_norm, (0, 0, None), (WIDE, VECTORS, VECTOR)),
     "rms_norm": (jtops.rms_norm, (0, None), (WIDE, VECTOR)),
     "add_layer_norm": (jtops.add_layer_norm, (0, 0, None, None), (WIDE, WIDE, VECTOR, VECTOR)),
+    "add_layer_norm_residual": (jtops.add_layer_norm, (0, None, None, None), (WIDE, MATRIX, VECTOR, VECTOR)),
+    "add_rms_norm_x": (jtops.add_rms_norm, (None, 0, None), (MATRIX, WIDE, VECTOR)),
     "add": (jtops.add, (0, None), (WIDE, MATRIX)),
     "add_row": (jtops.add, (0, None), (WIDE, VECTOR)),
 }

@@ -7,7 +7,7 @@ from jtops.core.compat import tl, triton
 # Counts of rows, and what follows from them. Whether 16 divides them aligns no address: no kernel is compiled anew for it.
 COUNTS = (
     *("r", "m", "tiles", "programs", "parts", "group_rows", "rows_per_part", "splits", "shares"),
-    *(f"{name}_{part}" for name in ("where", "scale", "bias", "x", "y") for part in ("inner", "own")),
+    *(f"{name}_{part}" for name in ("where", "residual", "scale", "bias", "x", "y") for part in ("inner", "own")),
 )
 counted = triton.jit(do_not_specialize_on_alignment=COUNTS)
 

@@ -35,11 +35,12 @@ def parameter(ptr, rows, cols, mask, n, inner, own, EACH: tl.constexpr):
 
 
 @triton.jit
-def _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, EVICT: tl.constexpr):
-    """A float32 tile of x; of x + residual as it is stored, where there is a residual."""
+def _input(x_ptr, residual_ptr, sum_ptr, offsets, rows, cols, mask, n, inner, own, SHARED: tl.constexpr, EVICT: tl.constexpr):
+    """A float32 tile of x; of x + residual as it is stored, where there is a residual, which rows may share."""
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if residual_ptr is not None:
-        x = (x + tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        residual_offsets = own_row(rows, inner, own) * n + cols if SHARED else offsets
+        x = (x + tl.load(residual_ptr + residual_offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + offsets, x, mask=mask)
         x = x.to(tl.float32)
     return x
@@ -100,10 +101,10 @@ def _held(ptr, cols, inside_n, n, HELD: tl.constexpr):
 @counted
 def _forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
-    r, n, tiles, programs, part_n, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
-    CENTRED: tl.constexpr, SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr, HOLD: tl.constexpr, UNIT: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, CLUSTER: tl.constexpr,
-    FULL: tl.constexpr,
+    r, n, tiles, programs, part_n, residual_inner, residual_own, scale_inner, scale_own, bias_inner, bias_own,
+    epsilon, scale_offset, SHARED: tl.constexpr, CENTRED: tl.constexpr, SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr,
+    HOLD: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TAIL: tl.constexpr, CLUSTER: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One program: `tiles` tiles of BLOCK_M whole rows, `programs` tiles apart; of a cluster, the same `part_n` columns of each.
 
@@ -127,11 +128,16 @@ def _forward_kernel(
         rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < r)[:, None] & inside_n
         offsets = rows[:, None] * n + cols
-        x = _input(x_ptr, residual_ptr, sum_ptr, offsets, mask, "evict_first")
+        x = _input(
+            x_ptr, residual_ptr, sum_ptr, offsets, rows[:, None], cols, mask, n, residual_inner, residual_own, SHARED, "evict_first"
+        )  # fmt: skip
         if TAIL > 0:
             mask_t = (rows < r)[:, None] & inside_t
             offsets_t = rows[:, None] * n + cols_t
-            t = _input(x_ptr, residual_ptr, sum_ptr, offsets_t, mask_t, "evict_first")
+            t = _input(
+                x_ptr, residual_ptr, sum_ptr, offsets_t, rows[:, None], cols_t, mask_t, n, residual_inner, residual_own, SHARED,
+                "evict_first",
+            )  # fmt: skip
         mean = tl.zeros((BLOCK_M,), tl.float32)
         if CENTRED:
             mean = tl.sum(x, 1)
@@ -171,9 +177,9 @@ def _forward_kernel(
 def _long_forward_kernel(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, means_ptr, squares_ptr,
     y_ptr, sum_ptr, mean_ptr, rstd_ptr, part_means_ptr, part_squares_ptr,
-    n, splits, per_split, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
-    CENTRED: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+    n, splits, per_split, residual_inner, residual_own, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
+    SHARED: tl.constexpr, CENTRED: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
 
@@ -193,7 +199,9 @@ def _long_forward_kernel(
         squares = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + i * BLOCK_N + lanes
-            x = _input(x_ptr, residual_ptr, sum_ptr, base + cols, cols < last, "")
+            x = _input(
+                x_ptr, residual_ptr, sum_ptr, base + cols, row, cols, cols < last, n, residual_inner, residual_own, SHARED, ""
+            )  # fmt: skip
             if CENTRED:
                 step = tl.where(cols < last, x - means, 0.0)
                 means += step * (1.0 / tl.full((), i + 1, tl.float32))
@@ -256,20 +264,24 @@ def rows_of(name: str, rows: Rows | None) -> dict[str, Any]:
 def forward(launch: Launch, x, *others):
     """Launcher of all four ops; of those that add, the residual comes after x, and their sum after the result."""
     residual: Any = None
+    dtype, x_rows, residual_rows = x.dtype, launch.rows[0], None
     parameters, parameter_rows = others, launch.rows[1:]
     if adds := launch.op.startswith("add_"):
-        residual, parameters, parameter_rows = launch.rows[1].full(others[0]), others[1:], launch.rows[2:]
+        residual, parameters, (residual_rows, *parameter_rows) = others[0], others[1:], launch.rows[1:]
+        if x_rows.own < launch.batch == residual_rows.own:  # the kernel lets rows share what it calls the residual
+            x, residual, x_rows, residual_rows = residual, x, residual_rows, x_rows
     scale, bias = (*parameters, None)[:2]
     scale_rows, bias_rows = (*parameter_rows, None)[:2]
-    x = launch.rows[0].full(x)
+    x = x_rows.full(x)
     r, n = x.shape
     centred = launch.op.endswith("layer_norm")
     clusters = has_clusters(launch) and n * x.dtype.itemsize % 16 == 0
     heuristic = forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds, clusters=clusters)
     each = tuple(p is not None and p.own > 1 for p in (scale_rows, bias_rows))
+    shared = residual_rows is not None and residual_rows.own < r
     kernels = (_forward_kernel, _long_forward_kernel)
-    config = launch.choose(heuristic, kernels, (x, residual, scale, bias), {"r": r}, n=n, each=each)
-    results = {"y": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    config = launch.choose(heuristic, kernels, (x, residual, scale, bias), {"r": r}, n=n, each=each, shared=shared)
+    results = {"y": jax.ShapeDtypeStruct(x.shape, dtype)}
     if adds:
         results["sum"] = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, residual.dtype))
     if launch.residuals:
@@ -279,9 +291,11 @@ def forward(launch: Launch, x, *others):
         "n": n,
         "epsilon": launch.options["epsilon"],
         "scale_offset": launch.options["scale_offset"],
+        "SHARED": shared,
         "CENTRED": centred,
         "UNIT": unit(n),
         "STAGES": config["num_stages"] or 1,
+        **rows_of("residual", residual_rows),
         **rows_of("scale", scale_rows),
         **rows_of("bias", bias_rows),
     }
