@@ -43,7 +43,8 @@ def forward_config(target: Target, r: int, n: int, itemsize: int, arrays: int, *
         block_m = 1 if n > block_n else 32768 // (block_n * itemsize)
         return Config(BLOCK_M=block_m, BLOCK_N=block_n, PROGRAMS=128, num_warps=16, num_stages=stages(3, block_m * block_n))
     if block_n == 4096 and itemsize == 2:
-        return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=264, num_warps=8, num_stages=stages(5 if arrays == 1 else 3, block_n))
+        programs, ahead = (256, 5) if arrays == 1 else (264, 3)
+        return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=programs, num_warps=8, num_stages=stages(ahead, block_n))
     if block_n == 4096:
         return Config(BLOCK_M=2, BLOCK_N=block_n, PROGRAMS=132, num_warps=8, num_stages=stages(3, 2 * block_n))
     if block_n <= 1024:
