@@ -7,6 +7,7 @@ multiprocessors are; and what warps wait for. Writes JSON under benchmarks/resul
 import csv
 import functools
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -46,13 +47,13 @@ MARK = "case "
 
 
 def run() -> None:
-    """Launch every case once; what ncu counts is told apart by the order of launches."""
+    """Launch every case once; what ncu counts is told apart by the order of cases and the kernels' names."""
     for op, r, n, backward in CASES:
         options = {"axis": -1} if op == "logsumexp" else {}
         f = functools.partial(SPECS[op].function, implementation="triton", **options)
         given = sweep.operands(op, r, n, "bfloat16", 0, backward)
         jax.block_until_ready(given)
-        launches = [e.name for e in jtops.explain(with_gradients(f) if backward else f, *given)]
+        launches = [(e.name, e.kernel) for e in jtops.explain(with_gradients(f) if backward else f, *given)]
         print(MARK + json.dumps([op, r, n, launches]), flush=True)
         jax.block_until_ready(jax.jit(with_gradients(f) if backward else f)(*given))
 
@@ -68,28 +69,35 @@ def main() -> None:
     if child.returncode:
         sys.exit(f"ncu: {child.stdout[-2000:]}\n{child.stderr[-2000:]}")
     told = [json.loads(line[len(MARK) :]) for line in child.stdout.splitlines() if line.startswith(MARK)]
-    names = [(op, r, n, name) for op, r, n, launches in told for name in launches]
     table = child.stdout[child.stdout.index('"ID"') :]
     counted: dict[int, dict] = {}
     for line in csv.DictReader(io.StringIO("\n".join(x for x in table.splitlines() if x.startswith('"')))):
         kernel = counted.setdefault(int(line["ID"]), {"kernel": line["Kernel Name"]})
         kernel[METRICS[line["Metric Name"]]] = float(line["Metric Value"].replace(",", "")) * _unit(line["Metric Unit"])
-    if len(counted) != len(names):
-        sys.exit(f"ncu saw {len(counted)} kernels, jtops launches {len(names)}: {names}")
+    left = iter(counted[i] for i in sorted(counted))
     rows = []
-    for (op, r, n, name), kernel in zip(names, (counted[i] for i in sorted(counted)), strict=True):
-        rows.append({"op": op, "rows": r, "features": n, "launch": name, "array_bytes": 2 * r * n, **kernel})
-        arrays = [kernel[k] / (2 * r * n) for k in ("read", "written", "l2_bytes")]
-        waits = sorted(((kernel[f"stall_{s}"], s) for s in STALLS), reverse=True)[:3]
-        print(
-            f"{name:32}{r:>6} x {n:<7}{kernel['ns'] / 1e3:8.1f} us  read {arrays[0]:4.2f}, written {arrays[1]:4.2f}, "
-            f"by L2 {arrays[2]:4.2f} arrays; warps {kernel['warps_percent']:3.0f} %, issue {kernel['issue_percent']:3.0f} %; "
-            + ", ".join(f"{s} {v:.1f}" for v, s in waits)
-        )
+    for op, r, n, launches in told:
+        of_kernel = {kernel: name for name, kernel in launches}
+        for kernel in itertools.islice(left, len(launches)):
+            rows.append(_row(op, r, n, of_kernel[kernel["kernel"]], kernel))
+    if list(left) or len(rows) != sum(len(launches) for *_, launches in told):
+        sys.exit(f"ncu saw {len(counted)} kernels, which are not those that jtops launches: {told}")
     about = machine.describe()
     path = machine.record_path("counters", about)
     path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     print(f"record: {path.name}")
+
+
+def _row(op: str, r: int, n: int, name: str, kernel: dict) -> dict:
+    """What is recorded of a launch, and printed."""
+    arrays = [kernel[k] / (2 * r * n) for k in ("read", "written", "l2_bytes")]
+    waits = sorted(((kernel[f"stall_{s}"], s) for s in STALLS), reverse=True)[:3]
+    print(
+        f"{name:32}{r:>6} x {n:<7}{kernel['ns'] / 1e3:8.1f} us  read {arrays[0]:4.2f}, written {arrays[1]:4.2f}, "
+        f"by L2 {arrays[2]:4.2f} arrays; warps {kernel['warps_percent']:3.0f} %, issue {kernel['issue_percent']:3.0f} %; "
+        + ", ".join(f"{s} {v:.1f}" for v, s in waits)
+    )
+    return {"op": op, "rows": r, "features": n, "launch": name, "array_bytes": 2 * r * n, **kernel}
 
 
 def _unit(name: str) -> float:

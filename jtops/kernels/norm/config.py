@@ -28,8 +28,6 @@ def forward_config(target: Target, r: int, n: int, itemsize: int, arrays: int, *
     block_n = _block(n)
     stages = lambda count, elements: stages_that_fit(target, count, arrays * elements * itemsize)
     if next_power_of_2(n) * itemsize > 65536:
-        if n * itemsize % 16:  # no vectors, hence nothing to be on its way
-            return Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=512, num_warps=16)
         return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=512 if r >= 512 else 256, num_warps=8, num_stages=stages(3, 4096))
     if r <= 128:
         return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=max(1, min(16, block_n // 256)))

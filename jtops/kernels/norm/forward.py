@@ -267,7 +267,7 @@ def forward(launch: Launch, x, *others):
     dtype, x_rows, residual_rows = x.dtype, launch.rows[0], None
     parameters, parameter_rows = others, launch.rows[1:]
     if adds := launch.op.startswith("add_"):
-        residual, parameters, (residual_rows, *parameter_rows) = others[0], others[1:], launch.rows[1:]
+        residual, parameters, residual_rows, parameter_rows = others[0], others[1:], launch.rows[1], launch.rows[2:]
         if x_rows.own < launch.batch == residual_rows.own:  # the kernel lets rows share what it calls the residual
             x, residual, x_rows, residual_rows = residual, x, residual_rows, x_rows
     scale, bias = (*parameters, None)[:2]
