@@ -56,7 +56,9 @@ def logsumexp(a, where=None, *, axis=None, keepdims=False):
 def logsumexp_vjp(a, where=None, *, g, axis=None, keepdims=False):
     axis = tuple(range(a.ndim)) if axis is None else axis
     with np.errstate(invalid="ignore", over="ignore"):
-        da = np.exp(a - logsumexp(a, where, axis=axis, keepdims=True)) * (g if keepdims else np.expand_dims(g, axis))
+        shifted = a - _top(a, np.broadcast_to(True if where is None else where, a.shape), axis)[1]  # or the logarithm drowns in it
+        p = np.exp(shifted - logsumexp(shifted, where, axis=axis, keepdims=True))
+        da = p * (g if keepdims else np.expand_dims(g, axis))
     return da if where is None else np.where(where, da, 0.0), None
 
 

@@ -24,9 +24,13 @@ SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 16, 17, 31, 33, 64, 70)
 
 
 def profiles(quick: int, ways=("xla", "interpret")):
-    """Few examples at once, a few hundred in test-all; the same every time."""
+    """Few examples at once, a few hundred of the kernels in test-all; the same every time.
+
+    The rule is the kernels'. The reference, which `numerics` bounds, breaks it in one draw of a hundred: XLA sums float16 in
+    float16, and the derivative of rsqrt(v) is lost where v^-1.5 underflows, from values of 1e13 on.
+    """
     calls = [pytest.param(quick, way, id=f"{way}-{quick}") for way in ways]
-    calls += [pytest.param(300, way, id=f"{way}-many", marks=pytest.mark.slow) for way in ways]
+    calls += [pytest.param(300, "interpret", id="interpret-many", marks=pytest.mark.slow)]
     return pytest.mark.parametrize(("examples", "implementation"), calls)
 
 
