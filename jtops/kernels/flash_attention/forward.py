@@ -161,6 +161,8 @@ def forward(launch: Launch, q, k, v, *others):
     """Launcher."""
     (_, s, h, d), (_, t, _, e) = q.shape, v.shape
     heuristic = config(max(d, e), q.dtype.itemsize, launch.target.max_shared_bytes)
+    if q.dtype.itemsize == 4 and max(d, e) > 128 and launch.target.arch in (100, 101, 103):
+        heuristic = Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1)  # q in two parts, and the sum, fill no tensor memory
     tiles = choice(launch, heuristic, forward_kernel, "out", q, k, v, others)
     shape = (launch.batch, s, h)
     return tuple(
