@@ -106,7 +106,9 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
     return CompiledKernel(
         name=meta.name,
         target=target,
-        binary=_in_clusters(strip_ptx(compiled.asm["ptx"]), cluster) if target.platform == "cuda" else compiled.asm["hsaco"],
+        binary=_in_clusters(kernel, strip_ptx(compiled.asm["ptx"]), cluster)
+        if target.platform == "cuda"
+        else compiled.asm["hsaco"],
         num_warps=meta.num_warps,  # warp specialisation raises it above the option: the launch needs this one
         num_ctas=meta.num_ctas,
         shared_bytes=meta.shared,
@@ -175,13 +177,13 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
     )
 
 
-def _in_clusters(ptx: str, size: int) -> str:
+def _in_clusters(kernel, ptx: str, size: int) -> str:
     """`ptx` whose kernel says of itself that its launches form clusters: so does every launch path, knowing nothing of it."""
     if size == 1:
         return ptx
     asked, count = re.subn(r"^(\s*\.reqntid [\d, ]+)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx, flags=re.M)
     if count != 1:
-        raise KernelCompileError(f"its PTX declares {count} kernels; cluster_size needs one.")
+        raise KernelCompileError(f"kernel {kernel.__name__}: cluster_size={size} needs PTX of one kernel; this has {count}.")
     return asked
 
 

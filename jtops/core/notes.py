@@ -22,28 +22,29 @@ class Note:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[Note]]:
+def setting(local: threading.local, name: str, value: Any) -> Iterator[Any]:
+    """Give this thread's `local` an attribute meanwhile; what it was before comes back."""
+    before = getattr(local, name, None)
+    setattr(local, name, value)
+    try:
+        yield value
+    finally:
+        setattr(local, name, before)
+
+
+def listening() -> contextlib.AbstractContextManager[list[Note]]:
     """Collect the notes that this thread's lowering makes meanwhile."""
-    before, _local.notes = getattr(_local, "notes", None), []
-    try:
-        yield _local.notes
-    finally:
-        _local.notes = before
+    return setting(_local, "notes", [])
 
 
-@contextlib.contextmanager
-def config_from(source: str) -> Iterator[None]:
+def config_from(source: str) -> contextlib.AbstractContextManager[str]:
     """Calls that this thread binds meanwhile have a config from there."""
-    before, _local.source = config_source(), source
-    try:
-        yield
-    finally:
-        _local.source = before
+    return setting(_local, "source", source)
 
 
 def config_source() -> str:
     """Where the config of a call that is bound now comes from; "" for a call of the user's own."""
-    return getattr(_local, "source", "")
+    return getattr(_local, "source", None) or ""
 
 
 def add_partitioned(name: str, platform: str) -> None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jtops
 from jtops.core.compat import tl, triton
+from tests import programs
 
 
 @triton.jit
@@ -35,18 +36,7 @@ def doubled(x, **kwargs):
     return jtops.triton_call(x, n=x.size, kernel=double_kernel, out_type=x, grid=(x.size // 256,), BLOCK=256, num_warps=8, **kwargs)
 
 
-@jax.jit
-def nested(x):
-    """Kernels below jit, scan, cond, a custom rule and remat."""
-
-    @jax.custom_vjp
-    def custom(x):
-        return jtops.layer_norm(x)
-
-    custom.defvjp(lambda x: (custom(x), x), lambda x, g: (g * x,))
-    x = jax.lax.scan(lambda c, _: (jtops.softmax(c), None), x, None, length=3)[0]
-    x = jax.lax.cond(x[0, 0] > 0, jtops.rms_norm, lambda x: x, x)
-    return jax.checkpoint(jtops.add)(custom(x), x).sum()
+nested = programs.nested(jtops.add)
 
 
 def test_a_named_target():

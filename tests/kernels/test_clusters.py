@@ -98,6 +98,21 @@ def test_refused(op):
 
 
 @pytest.mark.parametrize(
+    ("f", "kernel"),
+    [
+        (lambda x, config: jtops.softmax(x, config=config), "_long_forward_kernel"),  # longer than the cluster holds
+        (lambda x, config: jtops.rms_norm(x, config=config), "_long_forward_kernel"),
+        (lambda x, config: jtops.softmax(x, axis=0, config=config), "_strided_forward_kernel"),
+    ],
+    ids=["softmax", "rms_norm", "strided"],
+)
+def test_kernels_that_would_not_use_clusters(f, kernel):
+    x = jax.ShapeDtypeStruct((8, 1000), jnp.float32)
+    with pytest.raises(jtops.UnsupportedError, match=rf"asks for clusters, which {kernel} does not use"):
+        lowered.text(lambda x: f(x, jtops.Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=1, cluster_size=2)), x)
+
+
+@pytest.mark.parametrize(
     "target", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow), pytest.param("sm_120", marks=pytest.mark.slow)]
 )
 def test_long_rows_go_to_clusters(target):

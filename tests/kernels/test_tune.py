@@ -14,6 +14,7 @@ from jtops.core import cache, target, timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 from jtops.kernels._lib import tuned
 from jtops.kernels._lib.config import Config
+from tests import programs
 
 X = jnp.linspace(-1, 1, 4 * 48).reshape(4, 48)
 GPU = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", platform="gpu")
@@ -35,18 +36,7 @@ def found(f, *args):
 
 def test_choices_wherever_they_are():
     """Below jit, scan, cond, remat, custom rules, vmap and shard_map; in the gradient of them."""
-
-    @jax.jit
-    def nested(x):
-        @jax.custom_vjp
-        def custom(x):
-            return jtops.layer_norm(x)
-
-        custom.defvjp(lambda x: (custom(x), x), lambda x, g: (g * x,))
-        x = jax.lax.scan(lambda c, _: (jtops.softmax(c), None), x, None, length=3)[0]
-        x = jax.lax.cond(x[0, 0] > 0, jtops.rms_norm, lambda x: x, x)
-        return jax.checkpoint(lambda x: jtops.logsumexp(jtops.log_softmax(x), axis=-1))(custom(x)).sum()
-
+    nested = programs.nested(lambda x, _: jtops.logsumexp(jtops.log_softmax(x), axis=-1))
     forward = ["layer_norm out", "log_softmax out", "logsumexp out", "rms_norm out", "softmax out"]
     assert found(nested, X) == forward
     both = found(jax.grad(nested), X)

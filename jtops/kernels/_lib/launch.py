@@ -12,6 +12,7 @@ from jtops.core import notes
 from jtops.core.call import triton_call
 from jtops.core.compat import kernel_function
 from jtops.core.target import Target
+from jtops.errors import UnsupportedError
 from jtops.kernels._lib import tuned
 from jtops.kernels._lib.config import Config
 
@@ -93,6 +94,11 @@ class Launch:
         """`triton_call` with the name, target, mode and cost of this launch."""
         arrays = [x for x in (*args, *kwargs.values(), *jax.tree.leaves(out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
         names = kernel_function(kernel).arg_names
+        if (config["cluster_size"] or 1) > 1 and "CLUSTER" not in names:
+            raise UnsupportedError(
+                f"{self.op}: {config!r} asks for clusters, which {kernel_function(kernel).__name__} does not use: rows that "
+                "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
+            )
         moved = sum(int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize for x in arrays)
         with notes.config_from(config.source):
             return triton_call(

@@ -26,7 +26,7 @@ try:
 except ImportError:  # Windows, where there is nothing to tune
     fcntl = None  # type: ignore[assignment]
 
-from jtops.core import cache, compat, tuning_table
+from jtops.core import cache, compat, notes, tuning_table
 from jtops.core.sizes import next_power_of_2
 from jtops.errors import JtopsError
 from jtops.kernels._lib.config import Config
@@ -101,30 +101,23 @@ def _fingerprint(kernels: tuple[_Same, ...]) -> str:
     return tuning_table.digest(cache.content([k.kernel for k in kernels]))
 
 
-@contextlib.contextmanager
-def choices() -> Iterator[list[tuple[Choice, Config]]]:
+def choices() -> contextlib.AbstractContextManager[list[tuple[Choice, Config]]]:
     """Collect the choices that launchers make in this thread meanwhile, with what each settled on."""
-    before, _local.choices = getattr(_local, "choices", None), []
-    try:
-        yield _local.choices
-    finally:
-        _local.choices = before
+    return notes.setting(_local, "choices", [])
 
 
-@contextlib.contextmanager
-def forcing(problem: Problem, config: Config) -> Iterator[None]:
+def forcing(problem: Problem, config: Config) -> contextlib.AbstractContextManager[dict[Problem, Config]]:
     """In this thread that one choice is `config` meanwhile, whatever the tables say; an explicit one stays."""
-    before = getattr(_local, "forced", {})
-    _local.forced = before | {problem: config.said_by("trial")}
-    try:
-        yield
-    finally:
-        _local.forced = before
+    return notes.setting(_local, "forced", _forced() | {problem: config.said_by("trial")})
 
 
 def forced(problem: Problem) -> Config | None:
     """What `forcing` asks for."""
-    return getattr(_local, "forced", {}).get(problem)
+    return _forced().get(problem)
+
+
+def _forced() -> dict[Problem, Config]:
+    return getattr(_local, "forced", None) or {}
 
 
 # ------------------------------------------------------------------------------------------------------------------ tables

@@ -102,7 +102,7 @@ def layer_norm(
       scale_offset: added to `scale`, for parameters stored around zero; unused without `scale`.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_M`` (rows) and ``BLOCK_N`` (elements of a row) of a tile; ``PROGRAMS``: at most so many share the work.
-        None: chosen by size.
+        ``cluster_size``: so many programs share a row. None: chosen by size.
 
     Returns:
       Array of the shape and dtype of `x`.
@@ -139,7 +139,7 @@ def rms_norm(
       scale_offset: added to `scale`, for parameters stored around zero; unused without `scale`.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_M`` (rows) and ``BLOCK_N`` (elements of a row) of a tile; ``PROGRAMS``: at most so many share the work.
-        None: chosen by size.
+        ``cluster_size``: so many programs share a row. None: chosen by size.
 
     Returns:
       Array of the shape and dtype of `x`.

@@ -35,7 +35,7 @@ def rows_config(
         return Config(BLOCK_M=1, BLOCK_N=block_n // 8, PROGRAMS=_ALL, num_warps=8, cluster_size=8)
     if arrays == 1 and block_n == 16384 and itemsize == 2 and r >= 512:  # the second pass reads what the first left in the L1 cache
         return Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=512, num_warps=16)
-    if nbytes <= 65536 and block_n <= 32768 and (aligned or nbytes < 65536):
+    if nbytes <= 65536 and (aligned or nbytes < 65536):
         warps = block_n // 1024
         # 64 KiB at a time: one program a multiprocessor, with the next rows on their way while one is reduced.
         if arrays * nbytes == 65536 and stages_that_fit(target, 3, 65536) == 3:
