@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import jtops
 from benchmarks import machine
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 
 ROOT = Path(__file__).parent.parent
 LAUNCHES, ROUNDS, SIZE = 200, 30, 4096

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 import jtops
 from benchmarks import machine
+from jtops._compat.triton import tl, triton
 from jtops.core import cache
-from jtops.core.compat import tl, triton
 
 ROOT = Path(__file__).parent.parent
 LAYERS, BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 24, 8, 1024, 1024, 16, 32_000

@@ -3,17 +3,17 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from jtops import config, errors, utils
-from jtops.core.batching import GridBatch
 from jtops.core.call import triton_call
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.explain import explain
-from jtops.core.lowering import export_checks
-from jtops.core.sharded import ShardingRule, sharded_call
+from jtops.core.launch.lowering import export_checks
+from jtops.core.launch.vmap import GridBatch
+from jtops.core.mesh.sharded import ShardingRule, sharded_call
 from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
-from jtops.kernels._lib.launch import Config
+from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels.add import add
-from jtops.kernels.flash_attention import flash_attention
+from jtops.kernels.attention import flash_attention
 from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jtops.kernels.softmax import log_softmax, logsumexp, softmax

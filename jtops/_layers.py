@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jtops.kernels._lib.checks import KERNEL_FLOATS
-from jtops.kernels.flash_attention import flash_attention
+from jtops.kernels.attention import flash_attention
 from jtops.kernels.matmul import matmul
 
 

@@ -23,34 +23,34 @@ alone, or with a plain global, a jitted function silently keeps the choice it wa
 
 from typing import Literal
 
-from jtops.core import compat
+from jtops._compat import jax as jax_compat
 
 __all__ = ["Implementation", "implementation", "interpret", "launch", "target", "tuning"]
 
 Implementation = Literal["triton", "xla", "interpret"]
 
-implementation = compat.config_state(
+implementation = jax_compat.config_state(
     "jtops_implementation",
     "How ops run where the call itself does not say: 'triton' (the kernel; needs a GPU), 'xla' (the plain jax.numpy "
     "reference), 'interpret' (the kernel, interpreted with NumPy on the host), or None: Triton on GPUs, XLA elsewhere.",
     values=("triton", "xla", "interpret"),
 )
 
-target = compat.config_state(
+target = jax_compat.config_state(
     "jtops_target",
     "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
     "lowering on a machine without that GPU. None: the device itself.",
     pattern=r"(sm_?)?\d{2,3}a?|\d{1,2}\.\d|gfx[0-9a-f]{3,4}",
 )
 
-tuning = compat.config_state(
+tuning = jax_compat.config_state(
     "jtops_tuning",
     "When the configs of a kernel under @triton.autotune are timed: 'always' (once in every process), 'never' (the table on disk, "
     "else the first config that compiles), or 'cached', the same as None (the table on disk, else timed, where there is a GPU).",
     values=("cached", "always", "never"),
 )
 
-launch = compat.config_state(
+launch = jax_compat.config_state(
     "jtops_launch",
     "How compiled programs launch kernels on NVIDIA GPUs: 'ffi' (jaxlib's Triton call, which serves every kernel), 'ptx' (XLA's "
     "own PTX call, cheaper for the host; an error where a kernel does not fit it), or None: the library's choice.",

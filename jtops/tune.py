@@ -6,7 +6,7 @@
 
 Whole programs are tuned by `tune`, which finds every kernel that a function such as a training step launches. What is lowered
 afterwards, in other processes or by functions that JAX has not compiled yet, takes what was found: see
-`jtops.kernels._lib.tuned` for the tables. Nothing else ever times the library's ops.
+`jtops.kernels._lib.frame.tuned` for the tables. Nothing else ever times the library's ops.
 """
 
 import argparse
@@ -33,11 +33,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jtops
 from jtops import config
-from jtops.core import partition, target, timing
+from jtops.core import target
+from jtops.core.mesh import partition
+from jtops.core.tuning import timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
-from jtops.kernels._lib import tuned
-from jtops.kernels._lib.config import Config
-from jtops.kernels._lib.fused_op import Call, fused_p, run_kernel
+from jtops.kernels._lib.frame import tuned
+from jtops.kernels._lib.frame.config import Config
+from jtops.kernels._lib.frame.op import Call, fused_p, run_kernel
 from jtops.kernels._lib.spec import Case, Input, Spec
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from jtops.core import compat
+from jtops._compat import triton as triton_compat
 
 log = logging.getLogger("jtops.cache")
 
@@ -76,18 +76,18 @@ def load_or_compile(source, target, options: dict[str, Any]):
     source.make_ir = noted
     damage: str | None = None
     try:
-        compiled = compat.compile_source(source, target, options)
+        compiled = triton_compat.compile_source(source, target, options)
         damage = None if runs or _intact(compiled) else "its checksum differs"
     except _UNREADABLE as error:
         if runs:
             raise
         damage = str(error)
     if damage is not None:
-        compat.forget_on_disk(source, target, options)  # raises what is wrong with `options`, if that was it
+        triton_compat.forget_on_disk(source, target, options)  # raises what is wrong with `options`, if that was it
         log.warning("kernel %s: its entry in Triton's disk cache is damaged (%s); compiled anew.", source.name, damage)
-        compiled = compat.compile_source(source, target, options)
+        compiled = triton_compat.compile_source(source, target, options)
     if runs:
-        compat.cache_manager(compiled.hash).put(json.dumps(_checksums(compiled)), _SEAL, binary=False)
+        triton_compat.cache_manager(compiled.hash).put(json.dumps(_checksums(compiled)), _SEAL, binary=False)
     seconds = time.perf_counter() - start
     count(compiled=len(runs) > 0, disk_hits=not runs, damaged=damage is not None, seconds=seconds)
     return compiled
@@ -105,7 +105,7 @@ def _checksums(compiled) -> dict[str, str]:
 
 def _intact(compiled) -> bool:
     """Whether a loaded entry is what was written. One that Triton made for others has no seal, and is taken if it looks whole."""
-    path = compat.cache_manager(compiled.hash).get_file(_SEAL)
+    path = triton_compat.cache_manager(compiled.hash).get_file(_SEAL)
     if path is None:
         ptx = compiled.asm.get("ptx")
         return "hsaco" in compiled.asm if ptx is None else ".entry" in ptx and ptx.rstrip().endswith("}")
@@ -116,8 +116,8 @@ def constant_text(value) -> str:
     """A compile-time constant by content, the same in every process."""
     if isinstance(value, tuple):
         return f"({', '.join(map(constant_text, value))})"
-    if isinstance(value, compat.JITFunction):
-        return f"{value.__name__}:{compat.kernel_key(value)[:16]}"
+    if isinstance(value, triton_compat.JITFunction):
+        return f"{value.__name__}:{triton_compat.kernel_key(value)[:16]}"
     text = repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__) if " at 0x" in text else text
 
@@ -128,7 +128,7 @@ def _reached(*kernels):
     while todo:
         function = todo.pop()
         todo += function if isinstance(function, tuple) else ()
-        if id(function) in seen or not isinstance(function, compat.JITFunction):
+        if id(function) in seen or not isinstance(function, triton_compat.JITFunction):
             continue
         seen.add(id(function))
         names = function.fn.__code__.co_names
@@ -144,7 +144,7 @@ def content(kernels) -> str:
     texts = []
     for function, scope in _reached(*kernels):
         if not function.__module__.startswith("triton."):
-            texts.append("".join([*function.raw_src, *(repr(v.value) for v in scope if isinstance(v, compat.tl.constexpr))]))
+            texts.append("".join([*function.raw_src, *(repr(v.value) for v in scope if isinstance(v, triton_compat.tl.constexpr))]))
     return "".join(sorted(texts))
 
 
@@ -158,7 +158,7 @@ def distinct_helpers(kernel, constants=()) -> str:
     same: dict[str, dict[str, Any]] = {}
     for function, _ in _reached(kernel, *constants):
         own = vars(function).setdefault("_jtops_qualname", function.fn.__qualname__)
-        same.setdefault(f"{function.__module__}.{own}", {})[compat.kernel_key(function)] = function
+        same.setdefault(f"{function.__module__}.{own}", {})[triton_compat.kernel_key(function)] = function
     renamed = []
     for twins in same.values():
         for key, function in twins.items() if len(twins) > 1 else ():

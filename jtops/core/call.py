@@ -12,10 +12,15 @@ from jax.interpreters import ad
 from jax.interpreters.batching import primitive_batchers
 
 from jtops import config
-from jtops.core import autotune, batching, compat, inplace, legacy, lowering, notes, target
-from jtops.core.batching import GridBatch
-from jtops.core.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
-from jtops.core.sharded import ShardingRule, by_rule, refuse_sharded
+from jtops._compat import jax as jax_compat
+from jtops._compat import triton as triton_compat
+from jtops.core import notes, target
+from jtops.core.launch import inplace, lowering, vmap
+from jtops.core.launch.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
+from jtops.core.launch.vmap import GridBatch
+from jtops.core.legacy import names as legacy
+from jtops.core.mesh.sharded import ShardingRule, by_rule, refuse_sharded
+from jtops.core.tuning import settle
 from jtops.core.types import Bound, Constexpr, Scalar
 from jtops.errors import UnsupportedError
 
@@ -55,7 +60,7 @@ def _run_eagerly(*args, call):
     if any(isinstance(x, jax.Ref) for x in args):
         with jax.disable_jit(False):  # a Ref is turned into values where a jitted function is compiled
             return _jitted(call)(*args)
-    return compat.apply_primitive(triton_call_p, *args, call=call)
+    return jax_compat.apply_primitive(triton_call_p, *args, call=call)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,9 +71,9 @@ def _jitted(call):
 @triton_call_p.def_effectful_abstract_eval
 def _abstract_eval(*args, call):
     refuse_sharded(call.name, args)
-    varying = frozenset().union(*map(compat.varying_axes, args))
-    types = [compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
-    return types, compat.effects_of(args, call.has_side_effect)
+    varying = frozenset().union(*map(jax_compat.varying_axes, args))
+    types = [jax_compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
+    return types, jax_compat.effects_of(args, call.has_side_effect)
 
 
 def _no_derivative(primals, tangents, *, call):
@@ -79,13 +84,13 @@ def _no_derivative(primals, tangents, *, call):
 
 
 def _bind(arrays, call):
-    return triton_call_p.bind(*compat.vary_together(arrays), call=call)
+    return triton_call_p.bind(*jax_compat.vary_together(arrays), call=call)
 
 
 ad.primitive_jvps[triton_call_p] = _no_derivative
-primitive_batchers[triton_call_p] = functools.partial(batching.batch, _bind)
-compat.keep_unused(triton_call_p)
-compat.discharge(triton_call_p, functools.partial(inplace.discharged, triton_call_p))
+primitive_batchers[triton_call_p] = functools.partial(vmap.batch, _bind)
+jax_compat.keep_unused(triton_call_p)
+jax_compat.discharge(triton_call_p, functools.partial(inplace.discharged, triton_call_p))
 lowering.register(triton_call_p)
 
 
@@ -126,7 +131,7 @@ def triton_call(
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
         and tuples of these, which the kernel gets as tuples.
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
-        config is settled while tracing (`jtops.core.autotune`); what the call itself gives overrules both.
+        config is settled while tracing (`jtops.core.tuning.settle`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
         structure.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
@@ -144,7 +149,7 @@ def triton_call(
         `grid` to those.
       interpret: run the kernel with NumPy on the host. None: if ``jtops.config.implementation`` says so.
       debug: print the kernel's intermediate texts and machine code whenever it is lowered, keep them in files (see
-        ``jtops.core.dump``), and compile its ``tl.device_assert``.
+        ``jtops.core.compile.dump``), and compile its ``tl.device_assert``.
       has_side_effect: keep the call even if its results are unused.
       cost_estimate: ``{"flops": ..., "bytes_accessed": ...}`` for profilers.
       serialized_metadata: opaque bytes kept in the launch record.
@@ -172,20 +177,20 @@ def triton_call(
     given = {name: value for name, value in locals().items() if name in _KEYWORDS}
     if sharding_rule is not None:  # first: what follows is then about one shard
         return by_rule(triton_call, args, kwargs, given)
-    if autotune.is_decorated(kernel):
-        return autotune.call(triton_call, args, kwargs, given)
-    function = compat.kernel_function(kernel)
+    if settle.is_decorated(kernel):
+        return settle.call(triton_call, args, kwargs, given)
+    function = triton_compat.kernel_function(kernel)
     check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
     options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug, cluster_size)
     leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
     outs = tuple(out_array(function, leaf) for leaf in leaves)
     wanted = inplace.checked_aliases(function, input_output_aliases, outs)
-    kwargs = batching.with_strides(function, vmap_method, kwargs)
+    kwargs = vmap.with_strides(function, vmap_method, kwargs)
     bound, arrays, aliases = bind(function, args, kwargs, options, leaves, wanted)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
     grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
     zeroed = inplace.zeroed_indices(function, zeroed_outputs, meta, outs)
-    batching.check(function, vmap_method, bound, aliases, grid3)
+    vmap.check(function, vmap_method, bound, aliases, grid3)
     if grid3[0] % (cluster := dict(options).get("cluster_size", 1)):
         raise ValueError(
             f"kernel {function.__name__}: a grid of {grid3} does not split into clusters of {cluster} along its first axis."

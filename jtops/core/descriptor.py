@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jtops.core import compat
+from jtops._compat import triton as triton_compat
 from jtops.core.sizes import strides_from_shape
 from jtops.core.types import Descriptor, triton_type
 
@@ -111,7 +111,7 @@ def bound_descriptor(given: TensorDescriptor, array, gluon: bool, what: str) -> 
         raise TypeError(f"{what}: layout is for Gluon kernels; a Triton kernel's compiler chooses its own. Got {given.layout!r}.")
     layout = given.layout
     if gluon and layout is None:
-        layout = compat.default_shared_layout(given.block_shape, triton_type(given.dtype))
+        layout = triton_compat.default_shared_layout(given.block_shape, triton_type(given.dtype))
     return Descriptor(array, given.shape, given.strides, given.block_shape, layout, given.padding, given.round_f32_to_tf32)
 
 
@@ -132,10 +132,10 @@ def launch_parameters(lib, param: Descriptor, meta: dict | None) -> list:
     nan = param.padding == "nan"
     if meta is None:
         wide = [lib.create_scalar_parameter(n, "i64") for n in (*param.shape, *param.strides)]
-        flags = [lib.create_scalar_parameter(f, "i1") for f in compat.descriptor_flags(nan, param.round_f32_to_tf32)]
+        flags = [lib.create_scalar_parameter(f, "i1") for f in triton_compat.descriptor_flags(nan, param.round_f32_to_tf32)]
         return [lib.create_array_parameter(0, 16), *wide, *flags, *sizes, *strides]
     tma = lib.create_tma_descriptor_parameter(
-        elem_type=compat.tma_data_type(meta["elem_type"], param.round_f32_to_tf32),
+        elem_type=triton_compat.tma_data_type(meta["elem_type"], param.round_f32_to_tf32),
         swizzle=meta["swizzle"],
         shape=param.shape,
         strides=param.strides,

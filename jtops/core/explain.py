@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jtops.core import notes, resources, target
+from jtops.core import notes, target
+from jtops.core.compile import resources
 from jtops.core.target import Target
 from jtops.core.types import Constexpr, leaves
 

@@ -6,7 +6,7 @@ import re
 import jax
 
 from jtops import config
-from jtops.core import compat
+from jtops._compat import triton as triton_compat
 from jtops.errors import UnsupportedError
 
 # Shared memory one program may use, bytes. NVIDIA: CUDA programming guide, table "technical specifications per compute
@@ -56,8 +56,8 @@ class Target:
     def gpu_target(self):
         """Triton's own record."""
         if self.platform == "cuda":
-            return compat.GPUTarget("cuda", self.arch, 32)
-        return compat.GPUTarget("hip", self.arch, 64 if str(self.arch).startswith("gfx9") else 32)
+            return triton_compat.GPUTarget("cuda", self.arch, 32)
+        return triton_compat.GPUTarget("hip", self.arch, 64 if str(self.arch).startswith("gfx9") else 32)
 
     def __str__(self):
         return f"sm_{self.arch}" if self.platform == "cuda" else str(self.arch)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from jtops._compat.triton import tl, triton
 from jtops.config import Implementation
-from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.device import counted, own_row
-from jtops.kernels._lib.fused_op import fused_op
-from jtops.kernels._lib.launch import Config, Launch
+from jtops.kernels._lib.device.rows import counted, own_row
+from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.spec import Case, Input, Spec
 
 # Core axes are the last two, m and n: rows, columns and scalars broadcast inside the kernel, whatever the batch axes do.

@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtops._compat.triton import tl, triton
 from jtops.config import Implementation
-from jtops.core.compat import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib import activations, checks
+from jtops.kernels._lib import checks
 from jtops.kernels._lib import precision as precisions
-from jtops.kernels._lib.activations import activate, derivative
-from jtops.kernels._lib.device import own_row
-from jtops.kernels._lib.fused_op import fused_op
-from jtops.kernels._lib.launch import Config, Launch, Rows
+from jtops.kernels._lib.device import activations
+from jtops.kernels._lib.device.activations import activate, derivative
+from jtops.kernels._lib.device.rows import own_row
+from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.spec import Case, Input, Spec
 
 

@@ -16,8 +16,12 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core import agreement, autotune, cache, compat, target, timing, tuning_table
-from jtops.core.compat import tl, triton
+from jtops._compat import jax as jax_compat
+from jtops._compat import triton as triton_compat
+from jtops._compat.triton import tl, triton
+from jtops.core import cache, target
+from jtops.core.tuning import processes, settle, timing
+from jtops.core.tuning import table as tuning_table
 from tests.kernels import lowered
 
 X = jnp.arange(4096.0)
@@ -96,7 +100,7 @@ def test_values_with_every_config():
 def test_a_given_value_keeps_the_configs_that_have_it():
     values, options = settled(functools.partial(called, BLOCK=256), X)
     assert (values["BLOCK"], options["num_warps"]) == (256, 4)
-    assert autotune.decisions() == ()  # there was no choice
+    assert settle.decisions() == ()  # there was no choice
     with pytest.raises(ValueError, match=r"kernel scaled: no config of its @triton.autotune has BLOCK=96; they are BLOCK: 64.*"):
         called(BLOCK=96)
 
@@ -220,12 +224,12 @@ def test_the_fastest_is_remembered(gpu, tmp_path):
     assert settled(called, X)[0]["BLOCK"] == 128
     assert len(gpu.timed) == 1
     assert len(gpu.timed[0]) == 3
-    (decision,) = autotune.decisions()
+    (decision,) = settle.decisions()
     assert (decision.source, decision.target, min(decision.seconds.values())) == ("timed", "sm_90", 1e-6)
     gpu.fastest = "BLOCK=64"
     cache.clear()
     assert settled(called, X)[0]["BLOCK"] == 128
-    assert autotune.decisions()[0].source == "table"
+    assert settle.decisions()[0].source == "table"
     assert settled(called, X[:1000])[0]["BLOCK"] == 64  # another value of the key
     assert settled(functools.partial(called, SCALE=3), X)[0]["BLOCK"] == 64  # another kernel
     assert settled(called, X.astype(jnp.bfloat16))[0]["BLOCK"] == 64
@@ -236,7 +240,7 @@ def test_the_fastest_is_remembered(gpu, tmp_path):
 def test_policies(gpu):
     with jtops.config.tuning("never"):
         assert settled(called, X)[0]["BLOCK"] == 64
-        assert autotune.decisions()[0].source == "first valid"
+        assert settle.decisions()[0].source == "first valid"
     assert settled(called, X)[0]["BLOCK"] == 128
     with jtops.config.tuning("never"):
         cache.clear()
@@ -276,16 +280,16 @@ def test_without_a_device_the_table_serves_the_architecture(gpu, monkeypatch, ca
 
 def test_export_and_import(gpu, tmp_path, monkeypatch):
     assert settled(called, X)[0]["BLOCK"] == 128
-    assert autotune.export_table(tmp_path / "table.json") == 1
+    assert settle.export_table(tmp_path / "table.json") == 1
     monkeypatch.setenv("JTOPS_TUNING_DIR", str(tmp_path / "other"))
     cache.clear()
-    assert autotune.import_table(tmp_path / "table.json") == 1
+    assert settle.import_table(tmp_path / "table.json") == 1
     gpu.fastest = "BLOCK=64"
     assert settled(called, X)[0]["BLOCK"] == 128
     for bad in ("{}", "[]", '{"decisions": [{"format": 1, "kernel": 3}]}'):
         (tmp_path / "bad.json").write_text(bad)
         with pytest.raises(ValueError, match=r"is not a table|lacks"):
-            autotune.import_table(tmp_path / "bad.json")
+            settle.import_table(tmp_path / "bad.json")
 
 
 def test_damaged_and_stale_entries(gpu, tmp_path, caplog):
@@ -367,13 +371,13 @@ def test_a_mistake_in_the_call_is_not_a_bad_config(gpu):
 def test_configs_compile_at_the_same_time(gpu, monkeypatch):
     """Every config waits for another one to begin."""
     together = threading.Barrier(2, timeout=60)
-    real = compat.triton.compile
+    real = triton_compat.triton.compile
 
     def waiting(*args, **kwargs):
         together.wait()
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(compat.triton, "compile", waiting)
+    monkeypatch.setattr(triton_compat.triton, "compile", waiting)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     kernel = triton.autotune([triton.Config({"BLOCK": b, "SCALE": 77}) for b in (64, 128)], key=[])(plain)
     assert settled(functools.partial(called, kernel=kernel), X)[0]["BLOCK"] == 128
@@ -413,7 +417,7 @@ def test_inside_transformed_code(gpu):
     with jtops.config.target("sm_90"):
         jax.jit(jax.shard_map(called, mesh=mesh, in_specs=spec, out_specs=spec)).trace(X)
     assert len(gpu.timed) == 3
-    assert autotune.decisions()[-1].kernel.endswith("scaled")
+    assert settle.decisions()[-1].kernel.endswith("scaled")
 
 
 @pytest.mark.spec("autotuner pre_hook")
@@ -499,7 +503,7 @@ def test_in_place(interpret):
 
 def test_trials_in_place(gpu, monkeypatch):
     """Both ways of changing an array, and zeroed results, in trials that really run: here by the interpreter, on the CPU."""
-    real, function, found = gpu.real, autotune._Problem.function, []
+    real, function, found = gpu.real, settle._Problem.function, []
 
     def measure(calls, avals, device):
         found.append(real(calls, avals, jax.devices()[0]))
@@ -511,7 +515,7 @@ def test_trials_in_place(gpu, monkeypatch):
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "CHAIN", 2)
     monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(autotune._Problem, "function", interpreted)
+    monkeypatch.setattr(settle._Problem, "function", interpreted)
     kernel = triton.autotune(configs[:2], key=["n"])(doubling)
     given = {"grid": lambda meta: triton.cdiv(128, meta["BLOCK"]), "n": 128, "kernel": kernel}
     x = jnp.arange(128.0)
@@ -595,13 +599,13 @@ class Store:
 
 def test_process_0_decides(gpu, monkeypatch, tmp_path):
     store, this = Store(), 0
-    monkeypatch.setattr(compat, "distributed_client", lambda: (store, this))
+    monkeypatch.setattr(jax_compat, "distributed_client", lambda: (store, this))
 
     def process(number):
         nonlocal this
         this = number
         cache.clear()
-        monkeypatch.setattr(agreement, "_asked", {})
+        monkeypatch.setattr(processes, "_asked", {})
         monkeypatch.setenv("JTOPS_TUNING_DIR", str(tmp_path / f"of host {number}"))
 
     process(1)
@@ -614,7 +618,7 @@ def test_process_0_decides(gpu, monkeypatch, tmp_path):
     process(1)
     assert [settled(functools.partial(called, kernel=k), X)[0]["BLOCK"] for k in twins] == [128, 128]
     assert len(gpu.timed) == 2
-    assert {d.source for d in autotune.decisions()} == {"process 0"}
+    assert {d.source for d in settle.decisions()} == {"process 0"}
     process(1)
     with pytest.raises(jtops.errors.JtopsError, match="process 0 runs another version of it than process 1"):
         settled(functools.partial(called, kernel=triton.autotune(configs[1:], key=["n"])(plain)), X)
@@ -749,7 +753,7 @@ def test_the_fastest_wins_on_the_gpu():
     x = jnp.linspace(-1.0, 1.0, 100_000)
     for _ in range(2):
         np.testing.assert_allclose(jax.jit(functools.partial(called, kernel=slowed))(x), jnp.sin(x), rtol=1e-5, atol=1e-6)
-    (decision,) = autotune.decisions()
+    (decision,) = settle.decisions()
     assert (decision.source, len(decision.seconds)) == ("timed", 3)
     assert "ROUNDS=1" in decision.config.split(", ")
 
@@ -762,7 +766,7 @@ def test_invalid_configs_on_the_gpu():
     kernel = triton.autotune(some, key=[])(product_kernel)
     got = jax.jit(lambda x: jtops.triton_call(x, kernel=kernel, K=2048, out_type=kind, grid=1))(x)
     np.testing.assert_array_equal(got, np.full((64, 64), 2048.0))
-    assert len(autotune.decisions()[0].seconds) == 2
+    assert len(settle.decisions()[0].seconds) == 2
 
 
 @pytest.mark.gpu
@@ -779,7 +783,7 @@ def test_a_loop_of_launches():
 def test_a_tuned_kernel_exports():
     exported = jax.export.export(jax.jit(called), platforms=("cuda",), disabled_checks=jtops.export_checks)(KIND)
     np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(X), X * 2)
-    assert autotune.decisions()[0].source == "timed"
+    assert settle.decisions()[0].source == "timed"
 
 
 @pytest.mark.gpu
@@ -807,7 +811,7 @@ def test_threads_on_the_gpu():
     assert len(found) == 9
     for got in found:
         np.testing.assert_array_equal(got, X * 2)
-    assert len(autotune.decisions()) == 1
+    assert len(settle.decisions()) == 1
 
 
 PROCESS = """

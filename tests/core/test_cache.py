@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core import cache, compat
-from jtops.core.compat import tl, triton
+from jtops._compat import triton as triton_compat
+from jtops._compat.triton import tl, triton
+from jtops.core import cache
 from jtops.core.types import Constexpr, Scalar
 from tests.kernels import lowered
 
@@ -415,4 +416,4 @@ def test_without_a_seal_in_a_read_only_directory(tmp_path):
 def test_compat_names():
     """What the repair leans on is Triton's own: the same folder that triton.compile uses."""
     kernel = compiled(scaled).triton_kernel
-    assert compat.cache_manager(kernel.hash).get_file("scaled.ptx") == kernel.metadata_group["scaled.ptx"]
+    assert triton_compat.cache_manager(kernel.hash).get_file("scaled.ptx") == kernel.metadata_group["scaled.ptx"]

@@ -12,8 +12,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jtops
-from jtops.core import compat, host_call
-from jtops.core.compat import tl, triton
+from jtops._compat import triton as triton_compat
+from jtops._compat.triton import tl, triton
+from jtops.core.interpret import host_call
 from jtops.core.types import Constexpr, as_scalar, triton_type
 from tests.kernels import lowered
 
@@ -347,5 +348,5 @@ def test_kernel_of_interpreter_mode():
             self.fn = fn
 
     wrapped = InterpretedFunction(add_kernel.fn)
-    assert compat.kernel_function(wrapped) is compat.kernel_function(wrapped)
+    assert triton_compat.kernel_function(wrapped) is triton_compat.kernel_function(wrapped)
     np.testing.assert_array_equal(added(X, Y, n=300, kernel=wrapped, interpret=True), X + Y)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 import jtops
-from jtops.core import compile as compile_module
-from jtops.core import lowering
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
+from jtops.core.compile import kernel as compile_module
+from jtops.core.launch import lowering
 from jtops.core.target import MAX_SHARED_BYTES, Target
 from tests.kernels import lowered, resources
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from tests.kernels import lowered
 
 X = jax.ShapeDtypeStruct((1024,), jnp.float32)

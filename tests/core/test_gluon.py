@@ -9,9 +9,8 @@ import pytest
 
 import jtops
 from jtops import TensorDescriptor
-from jtops.core import compat
-from jtops.core.compat import tl, triton
-from jtops.core.compat_gluon import (
+from jtops._compat import triton as triton_compat
+from jtops._compat.gluon import (
     allocate_barriers,
     fence_async_shared,
     gl,
@@ -23,6 +22,7 @@ from jtops.core.compat_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from jtops._compat.triton import tl, triton
 from tests.kernels import lowered
 
 sds = jax.ShapeDtypeStruct
@@ -252,7 +252,7 @@ def test_triton_kernels_take_host_descriptors_with_and_without_tma():
     older = only(triton_copied, x, target="sm_80")
     assert not older.descriptors
     # Pointer, sizes and strides, flags, sizes and strides once more, for each; two pointers of the runtime.
-    flags = len(compat.descriptor_flags(nan=False, tf32=False))
+    flags = len(triton_compat.descriptor_flags(nan=False, tf32=False))
     assert older.binary.split(")")[0].count(".param") == 2 * (1 + 4 + flags + 4) + 2
 
 

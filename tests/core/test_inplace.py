@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jtops
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from tests.core.test_call import modes
 from tests.kernels import lowered
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core import binding, compat, interpret
-from jtops.core.compat import tl, triton
+from jtops._compat import triton as triton_compat
+from jtops._compat.triton import tl, triton
+from jtops.core.interpret import run as interpreter
+from jtops.core.launch import binding
 from jtops.errors import InterpreterError
 
 SIGNED, UNSIGNED = ["int8", "int16", "int32", "int64"], ["uint8", "uint16", "uint32", "uint64"]
@@ -28,10 +30,10 @@ def dtype_of(name):
 def run(kernel, *args, out, grid=(1, 1, 1), **constants):
     """The kernel on NumPy arrays, without JAX around it: `out` is (shape, dtype) or a list of them."""
     outs = [np.zeros(shape, dtype_of(dtype)) for shape, dtype in (out if isinstance(out, list) else [out])]
-    kernel = compat.kernel_function(kernel)
+    kernel = triton_compat.kernel_function(kernel)
     bound, arrays, _ = binding.bind(kernel, args, constants, (), outs, {})
     before = [a.copy() for a in arrays]
-    interpret.run(kernel, bound, grid, arrays, outs)
+    interpreter.run(kernel, bound, grid, arrays, outs)
     for a, b in zip(arrays, before, strict=True):
         assert a.tobytes() == b.tobytes(), "an input was changed"
     return outs if isinstance(out, list) else outs[0]

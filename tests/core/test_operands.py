@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core import compat
-from jtops.core.compat import tl, triton
+from jtops._compat import jax as jax_compat
+from jtops._compat.triton import tl, triton
 from tests.core.test_call import modes
 from tests.kernels import lowered
 
@@ -187,7 +187,7 @@ def test_metadata_reaches_the_launch():
     text = lowered.text(lambda x: call(x, n=2, kernel=scale_kernel, out_type=x, grid=1, serialized_metadata=b"\x00any\xff"), X)
     opaque = re.search(r'opaque = "((?:[^"\\]|\\.)*)"', text)[1]
     raw = re.sub(rb"\\([0-9A-F]{2})", lambda m: bytes([int(m[1], 16)]), opaque.replace("\\\\", "\\5C").encode("latin-1"))
-    assert compat.gpu_triton.get_serialized_metadata(raw) == b"\x00any\xff"
+    assert jax_compat.gpu_triton.get_serialized_metadata(raw) == b"\x00any\xff"
 
 
 @pytest.mark.spec("never DCE'd at jaxpr level")
@@ -205,7 +205,7 @@ def test_unused_calls_stay():
     pruned = jax.linearize(jax.jit(lambda x: f(x, jnp.ones(64), has_side_effect=True, interpret=True)), x)[0]
     np.testing.assert_array_equal(pruned, x)
     jaxpr = jax.make_jaxpr(f)(x, x)
-    kept, used = compat.partial_eval.dce_jaxpr(jaxpr.jaxpr, [False])
+    kept, used = jax_compat.partial_eval.dce_jaxpr(jaxpr.jaxpr, [False])
     assert [e.primitive.name for e in kept.eqns] == ["triton_call"]
     assert used == [False, True]
     assert not jaxpr.effects

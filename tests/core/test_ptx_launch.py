@@ -16,9 +16,10 @@ import pytest
 from jaxlib.mlir import ir
 
 import jtops
-from jtops.core import compat, ptx_launch
-from jtops.core.compat import tl, triton
-from jtops.core.compile import CompiledKernel
+from jtops._compat import jax as jax_compat
+from jtops._compat.triton import tl, triton
+from jtops.core.compile.kernel import CompiledKernel
+from jtops.core.launch import ptx as ptx_launch
 from jtops.core.types import as_scalar
 from tests.kernels import lowered, resources
 
@@ -210,10 +211,10 @@ def test_an_xla_without_the_call(monkeypatch):
     """XLA is asked once; that of the CPU stands in for one that lacks the call."""
     here = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda backend: here)
-    assert "No registered implementation" in compat.ptx_call_refused(f"{TARGET}.absent")
+    assert "No registered implementation" in jax_compat.ptx_call_refused(f"{TARGET}.absent")
     monkeypatch.undo()
-    assert compat.ptx_call_refused(f"{TARGET}.unasked") is None  # no such GPU here: the program is for elsewhere
-    monkeypatch.setattr(compat, "ptx_call_refused", lambda target: f"no custom call {target}")
+    assert jax_compat.ptx_call_refused(f"{TARGET}.unasked") is None  # no such GPU here: the program is for elsewhere
+    monkeypatch.setattr(jax_compat, "ptx_call_refused", lambda target: f"no custom call {target}")
     with pytest.raises(jtops.UnsupportedError, match="this process' XLA refuses the call: no custom call __gpu"):
         lowered_by("ptx", fresh(affine), X)
     assert "triton_kernel_call_ffi" in lowered_by(None, fresh(affine), X)

@@ -297,7 +297,7 @@ def test_reading_what_a_kernel_became(tmp_path, monkeypatch, capsys):
 def test_import_styles():
     import jtops.utils  # noqa: PLC0415
     from jtops import cdiv, next_power_of_2, strides_from_shape, triton_call, utils  # noqa: PLC0415
-    from jtops.core import legacy  # noqa: PLC0415
+    from jtops.core.legacy import names as legacy  # noqa: PLC0415
     from jtops.utils import cdiv as same  # noqa: PLC0415
 
     assert triton_call is jt.triton_call

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core import autotune, cache, target, timing
-from jtops.core.compat import tl, triton
-from jtops.core.compat_gluon import gl, gluon
+from jtops._compat.gluon import gl, gluon
+from jtops._compat.triton import tl, triton
+from jtops.core import cache, target
+from jtops.core.tuning import settle, timing
 from tests.core.test_autotune import GPU, settled
 from tests.kernels import lowered
 
@@ -64,7 +65,7 @@ def test_the_caller_fixes_the_block(timed):
     """Only the config with that block is compiled, and nothing is timed."""
     (kernel,) = lowered.kernels(lambda x: halved(x, BLOCK_SIZE=128), X)
     assert timed == []
-    assert autotune.decisions() == ()
+    assert settle.decisions() == ()
     assert kernel.target.arch == 90
     np.testing.assert_array_equal(halved(X, BLOCK_SIZE=128, interpret=True), X / 2)
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jtops
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from tests.kernels.test_sharding import COLLECTIVE, devices, mesh, put
 
 everywhere = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.multigpu)])

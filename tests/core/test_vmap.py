@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from tests.kernels import lowered
 
 MODES = [pytest.param(True, id="interpret"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)]

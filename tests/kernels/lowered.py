@@ -8,8 +8,8 @@ from unittest import mock
 import jax
 
 import jtops
-from jtops.core import lowering
-from jtops.core.compile import compile_kernel
+from jtops.core.compile.kernel import compile_kernel
+from jtops.core.launch import lowering
 
 CALL = r"custom_call @(?:triton_kernel_call_ffi|__gpu\$xla\.gpu\.ptx)"  # a launch, by either path
 

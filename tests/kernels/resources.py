@@ -1,5 +1,5 @@
 """What a compiled kernel takes: registers, spilled bytes, shared memory; as ptxas and AMD's assembler report them."""
 
-from jtops.core.resources import used as of
+from jtops.core.compile.resources import used as of
 
 __all__ = ["of"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from tests.specs import draw, function, some_ops, value_and_vjp
 
 everywhere = pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jtops
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv
-from jtops.kernels._lib.axes import AxisRule
-from jtops.kernels._lib.fused_op import fused_op
-from jtops.kernels._lib.launch import Config, Rows
+from jtops.kernels._lib.frame.axes import AxisRule
+from jtops.kernels._lib.frame.launch import Config, Rows
+from jtops.kernels._lib.frame.op import fused_op
 from tests import numerics
 from tests.kernels import lowered
 from tests.kernels.test_sharding import collectives, mesh, put

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jtops
-from jtops.core import compile as compiling
+from jtops.core.compile import kernel as compiling
 from tests import numerics
 from tests.kernels import lowered
 from tests.kernels.test_sharding import collectives, mesh, normal, put

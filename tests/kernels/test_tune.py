@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import jtops
 from jtops import tune
-from jtops.core import cache, target, timing
+from jtops.core import cache, target
+from jtops.core.tuning import timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
-from jtops.kernels._lib import tuned
-from jtops.kernels._lib.config import Config
+from jtops.kernels._lib.frame import tuned
+from jtops.kernels._lib.frame.config import Config
 from tests import programs
 
 X = jnp.linspace(-1, 1, 4 * 48).reshape(4, 48)

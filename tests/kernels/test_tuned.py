@@ -11,9 +11,11 @@ import pytest
 
 import jtops
 from jtops import tune
-from jtops.core import cache, compat, target, tuning_table
+from jtops._compat import triton as triton_compat
+from jtops.core import cache, target
+from jtops.core.tuning import table as tuning_table
 from jtops.errors import JtopsError
-from jtops.kernels._lib import tuned
+from jtops.kernels._lib.frame import tuned
 from tests.kernels import lowered
 from tests.specs import SPECS
 
@@ -134,7 +136,7 @@ def test_where_a_kernel_stands_does_not_change_it(tmp_path, monkeypatch):
     """Nor the file's other contents: only the kernel, its helpers, and the constants that they see."""
     monkeypatch.syspath_prepend(tmp_path)
     text = """
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 SIZE = tl.constexpr({size})
 
 @triton.jit
@@ -175,7 +177,7 @@ def test_another_triton(caplog, monkeypatch):
     """What it makes of a config may not fit: the user tunes again. Shipped tables are tested with all of them."""
     for directory in (tuned.user_directory(), tuned.SHIPPED):
         path = store(directory, entry(num_warps=16))
-        path.write_text(path.read_text().replace(f'"triton": "{compat.triton.__version__}"', '"triton": "3.1.4"'))
+        path.write_text(path.read_text().replace(f'"triton": "{triton_compat.triton.__version__}"', '"triton": "3.1.4"'))
     assert now().source == "tuned table (shipped)"
     assert "it is of Triton 3.1.4" in caplog.text
     path = store(tuned.user_directory(), entry(jtops.log_softmax, X))

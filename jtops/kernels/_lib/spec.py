@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jtops.kernels._lib.launch import Config
+from jtops.kernels._lib.frame.launch import Config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device import counted, multiple_of, own_row, unit
-from jtops.kernels._lib.launch import Config, Launch, Rows
-from jtops.kernels._lib.reduce import sum_parts
+from jtops.kernels._lib.device.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
+from jtops.kernels._lib.device.rows import counted, multiple_of, own_row, unit
+from jtops.kernels._lib.device.sums import sum_parts
+from jtops.kernels._lib.frame.launch import Config, Launch, Rows
 from jtops.kernels.norm.config import backward_config
 from jtops.kernels.norm.forward import absent, mean_of, rows_of
 

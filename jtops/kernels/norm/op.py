@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from jtops.config import Implementation
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.fused_op import fused_op
-from jtops.kernels._lib.launch import Config
+from jtops.kernels._lib.frame.launch import Config
+from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.precision import accumulator
 from jtops.kernels._lib.spec import Case, Input, Spec
 from jtops.kernels.norm.backward import backward

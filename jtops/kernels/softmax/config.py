@@ -2,7 +2,7 @@
 
 from jtops.core.sizes import next_power_of_2
 from jtops.core.target import Target
-from jtops.kernels._lib.launch import Config, stages_that_fit
+from jtops.kernels._lib.frame.launch import Config, stages_that_fit
 
 _ALL = 1 << 30  # PROGRAMS: one for each tile
 

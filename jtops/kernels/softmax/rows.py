@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device import counted, exp, multiple_of, own_row, unit
-from jtops.kernels._lib.launch import Config, Launch
-from jtops.kernels._lib.vectors import edges, row_start, vector, vectors_read, vectors_written
+from jtops.kernels._lib.device.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
+from jtops.kernels._lib.device.rows import counted, exp, multiple_of, own_row, unit
+from jtops.kernels._lib.device.vectors import edges, row_start, vector, vectors_read, vectors_written
+from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels.softmax.config import rows_config
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jtops.core.compat import tl, triton
+from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv
-from jtops.kernels._lib.device import counted, exp, multiple_of, own_row, unit
-from jtops.kernels._lib.launch import Launch
+from jtops.kernels._lib.device.rows import counted, exp, multiple_of, own_row, unit
+from jtops.kernels._lib.frame.launch import Launch
 from jtops.kernels.softmax.config import strided_config
 from jtops.kernels.softmax.rows import finite, gradient, result
 

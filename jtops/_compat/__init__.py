@@ -1,0 +1,1 @@
+"""Private and version-dependent names of jax and triton."""

@@ -1,0 +1,1 @@
+"""From a bound kernel to machine code."""

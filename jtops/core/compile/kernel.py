@@ -1,0 +1,198 @@
+"""A bound kernel into machine code for a target, once per process; Triton keeps it on disk between processes."""
+
+import dataclasses
+import hashlib
+import inspect
+import re
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from jtops._compat import triton as triton_compat
+from jtops.core import cache
+from jtops.core.target import Target
+from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
+from jtops.errors import KernelCompileError
+
+MAX_TENSOR_MEMORY = 512  # columns, of Blackwell's tensor memory (PTX ISA, tcgen05)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CompiledKernel:
+    """Machine code and what a launch must know about it. `binary` is PTX text (CUDA) or an HSACO image (ROCm)."""
+
+    name: str
+    target: Target
+    binary: str | bytes
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    scratch_bytes: int
+    scratch_align: int
+    descriptors: tuple[dict, ...]  # of the tensor descriptors, in order; empty where the GPU has no TMA
+    folded: frozenset[str]  # scalars compiled in because they equal 1: the launch leaves them out
+    triton_kernel: Any  # Triton's own object, for its intermediate texts
+
+
+_compiled: dict[Any, Future] = cache.store({})
+_lock = threading.Lock()  # guards the dict above, never held while compiling
+
+
+def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[tuple[str, Any], ...], target: Target):
+    """The compiled form of `kernel` with `bound` parameters; `types` gives the Triton type of every array by parameter name.
+
+    Threads that ask for one kernel at the same time compile it once and share the result, or its error.
+    """
+    if triton_compat.INTERPRET_MODE:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: TRITON_INTERPRET was set when Triton was imported, which keeps it from compiling in this "
+            "process. Unset it; interpret=True and jtops.config.interpret() need no variable."
+        )
+    for option in ("num_ctas", "cluster_size"):
+        if (ctas := dict(options).get(option, 1)) > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
+            raise ValueError(f"kernel {kernel.__name__}: {option}={ctas} needs clusters, from sm_90 on; compiling for {target}.")
+    declared = kernel.params
+    signature = {name: types.get(name) or (p.type if isinstance(p, Scalar) else p) for _, name, p in leaves(bound)}
+    attributes = tuple(specialization(p, declared[path[0]]) is not None for path, _, p in leaves(bound))
+    ones = frozenset(name for path, name, p in leaves(bound) if folds(p, declared[path[0]]))
+    try:
+        content = triton_compat.kernel_key(kernel)
+    except Exception as error:  # Triton reads the source to hash it, and may trip over what it does not know
+        raise _compile_error(kernel, target, "reading its source", error) from error
+    key = (content, tuple(signature.items()), attributes, ones, options, target)
+    with _lock:
+        future, mine = (_compiled[key], False) if key in _compiled else (_compiled.setdefault(key, Future()), True)
+    if mine:
+        try:
+            future.set_result(_compile(kernel, bound, signature, ones, dict(options), target))
+        except BaseException as error:
+            with _lock:
+                _compiled.pop(key, None)
+            future.set_exception(error)
+    else:
+        cache.count(memory_hits=1)
+    return future.result()
+
+
+def variants(kernel) -> int:
+    """How many compiled forms of `kernel` this process holds."""
+    with _lock:
+        return sum(key[0] == triton_compat.kernel_key(kernel) for key in _compiled)
+
+
+def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
+    cluster = options.pop("cluster_size", 1)
+    try:
+        compiled, folded = _run_triton(kernel, bound, signature, ones, options, target), ones
+    except triton_compat.CompilationError as error:
+        # Triton turns an integer 1 into a constant, which lets it see contiguous strides but has no methods: a kernel that
+        # writes n.to(...) compiles for every n but 1. Such a kernel gets the 1 as a number.
+        if not ones:
+            raise _compile_error(kernel, target, "front end (Python to Triton IR)", error) from error
+        try:
+            compiled, folded = _run_triton(kernel, bound, signature, frozenset(), options, target), frozenset()
+        except triton_compat.CompilationError:
+            raise _compile_error(kernel, target, "front end (Python to Triton IR)", error) from error
+    meta = compiled.metadata
+    if meta.shared > target.max_shared_bytes:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: needs {meta.shared} bytes of shared memory, {target} has {target.max_shared_bytes} for a "
+            f"program; use smaller blocks or fewer stages. Constants: {_constants(bound)}; options: {options}."
+        )
+    if (columns := getattr(meta, "tmem_size", None) or 0) > MAX_TENSOR_MEMORY:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: needs {columns} columns of tensor memory, {target} has {MAX_TENSOR_MEMORY}; use "
+            f"smaller blocks or fewer accumulators. Constants: {_constants(bound)}; options: {options}."
+        )
+    return CompiledKernel(
+        name=meta.name,
+        target=target,
+        binary=_in_clusters(kernel, strip_ptx(compiled.asm["ptx"]), cluster)
+        if target.platform == "cuda"
+        else compiled.asm["hsaco"],
+        num_warps=meta.num_warps,  # warp specialisation raises it above the option: the launch needs this one
+        num_ctas=meta.num_ctas,
+        shared_bytes=meta.shared,
+        scratch_bytes=getattr(meta, "global_scratch_size", 0) or 0,
+        scratch_align=getattr(meta, "global_scratch_align", 1) or 1,
+        descriptors=tuple(getattr(meta, "tensordesc_meta", None) or ()),
+        folded=folded,
+        triton_kernel=compiled,
+    )
+
+
+def _run_triton(kernel, bound, signature, folded, options, target):
+    declared = kernel.params
+    constants = _constants(bound) | dict.fromkeys(folded, 1)
+    paths = {name: path for path, name, _ in leaves(bound)}
+    names = iter(paths)
+
+    def triton_types(param):
+        if isinstance(param, Items):
+            return param.of(map(triton_types, param.items))
+        name = next(names)
+        return "constexpr" if name in constants else signature[name]
+
+    source = (triton_compat.GluonASTSource if triton_compat.is_gluon(kernel) else triton_compat.ASTSource)(
+        fn=kernel,
+        signature={name: triton_types(param) for name, param in bound},
+        constexprs={paths[name]: value for name, value in constants.items()},
+        attrs={
+            path: attribute
+            for path, name, p in leaves(bound)
+            if name not in folded and (attribute := specialization(p, declared[path[0]])) is not None
+        },
+    )
+    # Triton's key of a constant is its str: "1" as 1, and a tuple of helpers by their names.
+    told = [cache.constant_text(v) for v in constants.values() if isinstance(v, str | tuple)]
+    if extra := cache.distinct_helpers(kernel, constants.values()) + "".join(told):
+        content = source.hash() + extra
+        source.hash = lambda: hashlib.sha256(content.encode()).hexdigest()
+    try:
+        return cache.load_or_compile(source, target.gpu_target, options)
+    except triton_compat.CompilationError:
+        raise
+    except Exception as error:
+        stage = "ptxas" if type(error).__name__ == "PTXASError" else "back end (Triton IR to machine code)"
+        raise _compile_error(kernel, target, stage, error) from error
+
+
+def _constants(bound) -> dict:
+    return {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)}
+
+
+def _compile_error(kernel, target, stage, error) -> KernelCompileError:
+    file, first = inspect.getsourcefile(kernel.fn), kernel.starting_line_number
+    line = getattr(getattr(error, "node", None), "lineno", None)
+    where, source = f"{file}:{first}", ""
+    if line is not None:  # counted by Triton from the line of `def`
+        offset = next(i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def ")) + line - 1
+        where, source = f"{file}:{first + offset}", f"\n    {kernel.raw_src[offset].strip()}"
+    said = str(error)
+    while isinstance(error := error.__cause__, triton_compat.CompilationError):  # in a helper: the outer error says nothing
+        said += f"\nand of the helper that is called there: {error}"
+    if said.endswith("PassManager::run failed"):
+        said += " (its reason, with the kernel's line, is on stderr)"
+    return KernelCompileError(
+        f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
+    )
+
+
+def _in_clusters(kernel, ptx: str, size: int) -> str:
+    """`ptx` whose kernel says of itself that its launches form clusters: so does every launch path, knowing nothing of it."""
+    if size == 1:
+        return ptx
+    asked, count = re.subn(r"^(\s*\.reqntid [\d, ]+)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx, flags=re.M)
+    if count != 1:
+        raise KernelCompileError(f"kernel {kernel.__name__}: cluster_size={size} needs PTX of one kernel; this has {count}.")
+    return asked
+
+
+_PTX_DEBUG_LINE = re.compile(r"^\s*(?:\.(?:loc|file)\s.*|\$L__(?:tmp|func_begin|func_end)\d+:|//.*)$")
+
+
+def strip_ptx(ptx: str) -> str:
+    """`ptx` without line tables and comments: smaller, quicker to launch, and the same on every host (line tables hold paths)."""
+    code = ptx.split("\n\t.section\t.debug", 1)[0]  # LLVM writes debug sections last
+    lines = (line.split("//", 1)[0].rstrip() for line in code.split("\n") if not _PTX_DEBUG_LINE.match(line))
+    return "\n".join(line for line in lines if line) + "\n"

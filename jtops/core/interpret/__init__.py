@@ -1,0 +1,1 @@
+"""Kernels run by NumPy."""

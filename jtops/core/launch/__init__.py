@@ -1,0 +1,1 @@
+"""From a call to the operation that launches it."""

@@ -1,0 +1,114 @@
+"""Outputs that share a buffer with an operand, outputs zeroed before the launch, and Refs: what a kernel changes in place."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jtops._compat import jax as jax_compat
+from jtops.core.types import Bound, Descriptor, Operand, Result, array_of, leaves
+
+
+def checked_aliases(kernel, aliases: Mapping[int, int] | None, outs) -> dict[int, int]:
+    """``input_output_aliases`` as a dict of ints, each output named once and existing."""
+    pairs = dict(aliases or {})
+    if not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for pair in pairs.items() for i in pair):
+        raise TypeError(f"kernel {kernel.__name__}: input_output_aliases maps operand indices to output indices; got {aliases!r}.")
+    if len(set(pairs.values())) < len(pairs):
+        raise ValueError(f"kernel {kernel.__name__}: input_output_aliases must be a bijection; got {aliases!r}.")
+    if bad := [k for k in pairs.values() if not 0 <= k < len(outs)]:
+        raise ValueError(f"kernel {kernel.__name__}: input_output_aliases names output {bad[0]}; out_type has {len(outs)}.")
+    return {int(i): int(k) for i, k in pairs.items()}
+
+
+def alias_pairs(kernel, aliases: dict[int, int], operands: Bound, arrays, outs) -> tuple[tuple[int, int], ...]:
+    """(array, output) for every alias; `operands` are the bound parameters that were given and are not constexpr.
+
+    Raises:
+      ValueError: no such operand, one that is no array, a Ref anywhere, or a shape or dtype that differs from the output's.
+    """
+    what = f"kernel {kernel.__name__}: input_output_aliases"
+    refs = [x for x in arrays if isinstance(x, jax.Ref)]
+    if len({id(x) for x in refs}) < len(refs):
+        raise ValueError(f"kernel {kernel.__name__}: one Ref is given to two parameters; a kernel may write what another reads.")
+    if aliases and any(isinstance(x, jax.Ref) for x in arrays):
+        raise ValueError(f"{what} cannot be combined with Ref operands, which are changed in place already.")
+    flat, pairs = [(name, p) for _, name, p in leaves(operands)], []
+    for i, k in aliases.items():
+        if not 0 <= i < len(flat):
+            raise ValueError(f"{what} names operand {i}; there are {len(flat)}: {', '.join(name for name, _ in flat)}.")
+        name, param = flat[i]
+        array = array_of(param)
+        if array is None:
+            raise ValueError(f"{what} names operand {i}, {name}, which is not an array.")
+        given = arrays[array.index]
+        have, want = jax.ShapeDtypeStruct(np.shape(given), jax.dtypes.canonicalize_dtype(given.dtype)), outs[k]
+        if (have.shape, have.dtype) != (want.shape, want.dtype):
+            raise ValueError(
+                f"{what} gives operand {i}, {name}, to output {k}, but it is {have.dtype}{list(have.shape)} and the output "
+                f"{want.dtype}{list(want.shape)}; one buffer has one shape and dtype."
+            )
+        pairs.append((array.index, k))
+    return tuple(sorted(pairs))
+
+
+def zeroed_indices(kernel, zeroed: Sequence[int] | Callable[[dict], Sequence[int]], meta: dict[str, Any], outs) -> tuple[int, ...]:
+    """``zeroed_outputs`` as sorted indices of outputs."""
+    indices = tuple(zeroed(meta) if callable(zeroed) else zeroed)
+    if not all(isinstance(k, numbers.Integral) and not isinstance(k, bool) and 0 <= k < len(outs) for k in indices):
+        raise ValueError(
+            f"kernel {kernel.__name__}: zeroed_outputs must be indices of out_type's {len(outs)} outputs; got {indices}."
+        )
+    return tuple(sorted(map(int, set(indices))))
+
+
+def without_launch(outs, aliases, zeroed, arrays) -> list:
+    """The results of a grid without programs."""
+    kept = {k: arrays[i] for i, k in aliases if k not in zeroed}
+    return [jnp.asarray(kept[k]) if k in kept else jnp.zeros(t.shape, t.dtype) for k, t in enumerate(outs)]
+
+
+def discharged(primitive, refs: Mapping[int, Any], *args, call) -> tuple[dict[int, Any], list]:
+    """A call with Refs as one on their values: each is an operand aliased to a further output, its new value."""
+    count = len(call.out_types)
+    types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in refs.values())
+    pairs = tuple((i, count + k) for k, i in enumerate(refs))
+    pure = dataclasses.replace(call, out_types=call.out_types + types, aliases=call.aliases + pairs)
+    results = primitive.bind(*args, call=pure)
+    return dict(zip(refs, results[count:], strict=True)), results[:count]
+
+
+def bytes_to_zero(call, array: Operand | Result, out_avals) -> int:
+    """How many bytes a launch sets to zero before the kernel runs, where it is given `array`."""
+    result = array.index if isinstance(array, Result) else dict(call.aliases).get(array.index)
+    return out_avals[result].size * out_avals[result].dtype.itemsize if result in call.zeroed else 0
+
+
+def in_buffer_order(ctx, operands, call) -> tuple[Any, list, dict[int, int], list[int]]:
+    """What a custom call must take and give so that its buffers stand in the order of the kernel's pointers.
+
+    XLA hands over the operands, then the results, and a launch gives them to the kernel's pointers one after the other. So
+    results that share an operand's buffer must come last, where no pointer is left for them; and a result whose pointer comes
+    before an operand's is handed in as one, an array of zeros that the result takes over. So is a zeroed one that a kernel
+    sees through a descriptor, which a launch cannot zero.
+
+    Returns (lowering context of the custom call, its operands, its aliases, the output that each of its results is).
+    """
+    pointers = [(a, isinstance(p, Descriptor)) for _, _, p in leaves(call.bound) if (a := array_of(p))]
+    zero = [described and bytes_to_zero(call, a, ctx.avals_out) > 0 for a, described in pointers]
+    taken = max((i + 1 for i, (a, _) in enumerate(pointers) if isinstance(a, Operand) or zero[i]), default=0)
+    shared = dict(call.aliases)
+    fresh = [a.index for a, _ in pointers[taken:]]
+    order = fresh + [i for i in range(len(ctx.avals_out)) if i not in fresh]
+    avals, values, aliases = [], [], {}
+    for at, (a, _) in enumerate(pointers[:taken]):
+        result = a.index if isinstance(a, Result) else shared.get(a.index)
+        avals.append(ctx.avals_out[a.index] if isinstance(a, Result) else ctx.avals_in[a.index])
+        values.append(jax_compat.zeros(ctx, avals[-1]) if isinstance(a, Result) or zero[at] else operands[a.index])
+        if result is not None:
+            aliases[at] = order.index(result)
+    return ctx.replace(avals_in=avals, avals_out=[ctx.avals_out[i] for i in order]), values, aliases, order

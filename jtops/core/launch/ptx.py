@@ -1,0 +1,138 @@
+"""The quick launch: XLA's own call of a PTX kernel, at about half the host cost of jaxlib's Triton call.
+
+It knows buffers alone: operands, then results. So the numbers of a launch become immediates of the kernel's text, and the
+parameters that Triton adds for scratch memory, which most kernels never read, leave its signature. What is left over is a
+pure function of the call, as the other path's record is.
+"""
+
+import functools
+import json
+import os
+import re
+
+import jax
+import numpy as np
+
+from jtops._compat import jax as jax_compat
+from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Result, Scalar, leaves
+from jtops.errors import UnsupportedError
+
+TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: `_compat` asks the XLA at hand whether it has it
+# The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch with and without CUDA graphs:
+# ptx 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py).
+AUTOMATIC = "ptx"
+_FLAGS = ("JAX_TRITON_PTXAS_EXTRA_FLAGS", "JAX_TRITON_PTXAS_DEVICE_DEBUG")  # jaxlib's
+_ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
+
+
+class UnfitError(Exception):
+    """Why a kernel cannot be launched this way."""
+
+
+def chosen_text(call, compiled, buffers: int) -> str | None:
+    """The PTX to launch by this path, None for the other; UnsupportedError if this one was demanded and cannot be."""
+    if (call.launch or AUTOMATIC) == "ffi":
+        return None
+    try:
+        return _text(call, compiled, buffers)
+    except UnfitError as reason:
+        if call.launch is None:
+            return None
+        raise UnsupportedError(
+            f'kernel {call.name}: jtops.config.launch("ptx") was asked for, but {reason}. Use "ffi", or None, which chooses.'
+        ) from None
+
+
+def unfit(call, compiled, buffers: int) -> str | None:
+    """Why this path does not serve the call; None if it does."""
+    try:
+        _text(call, compiled, buffers)
+    except UnfitError as reason:
+        return str(reason)
+    return None
+
+
+def _text(call, compiled, buffers: int) -> str:
+    if (refused := jax_compat.ptx_call_refused(TARGET)) is not None:
+        raise UnfitError(f"this process' XLA refuses the call: {refused}")
+    return kernel_text(call, compiled, buffers)
+
+
+def kernel_text(call, compiled, buffers: int) -> str:
+    """The PTX of a compiled call with one parameter for each of its custom call's `buffers`; `UnfitError` if that cannot be."""
+    if compiled.target.platform != "cuda":
+        raise UnfitError("it is for ROCm")
+    if compiled.num_ctas > 1:
+        raise UnfitError(f"it runs in clusters of {compiled.num_ctas}")
+    if flags := [name for name in _FLAGS if os.environ.get(name)]:
+        raise UnfitError(f"{flags[0]} is set, which only the other path reads")
+    if call.metadata:
+        raise UnfitError("it carries metadata, which is read from a launch record")
+    if call.zeroed:
+        raise UnfitError("it has outputs to be zeroed before the launch")
+    params = [(n, p) for _, n, p in leaves(call.bound) if not isinstance(p, Constexpr) and n not in compiled.folded]
+    if not all(isinstance(p, Operand | Result | Scalar) for _, p in params):
+        raise UnfitError("it takes tensor descriptors")
+    pads = buffers - sum(not isinstance(p, Scalar) for _, p in params)
+    return _with_constants(compiled.binary, [p for _, p in params], pads)
+
+
+def _with_constants(ptx: str, params: list, pads: int) -> str:
+    """`ptx` where the launch's numbers are constants and `pads` parameters follow, for results that have no pointer."""
+    entry = _ENTRY.search(ptx)
+    declared = [line.strip(" \t,") for line in entry[2].split("\n")] if entry else []
+    if entry is None or len(declared) < len(params) or not all(line.startswith(".param") for line in declared):
+        raise UnfitError(f"its PTX does not declare the {len(params)} parameters of the launch in the expected form")
+    names = [line.split()[-1] for line in declared]
+    head, body = ptx[: entry.start()], ptx[entry.end() :]
+    if any(re.search(rf"\b{re.escape(name)}\b", body) for name in names[len(params) :]):
+        raise UnfitError("it uses scratch memory")
+    widths = {register: int(bits) for bits, register in re.findall(r"\.reg \.[bsuf](\d+)\s+(%[a-z]+)<", body)}
+    kept = []
+    for line, name, param in zip(declared, names, params, strict=False):
+        if not isinstance(param, Scalar):
+            kept.append(line)
+            continue
+        with np.errstate(over="ignore"):
+            value = np.array(param.value, NUMPY_TYPES[param.type]).tobytes()
+        body = re.sub(
+            rf"\bld\.param\.([bsuf])(8|16|32|64)(\s+)(%[a-z]+)(\d+\s*,\s*)\[\s*{re.escape(name)}\s*\]",
+            functools.partial(_immediate, value, widths),
+            body,
+        )
+        if re.search(rf"\b{re.escape(name)}\b", body):
+            raise UnfitError(f"its PTX uses the number {name} in another way than loading it")
+    kept += [f".param .u64 {entry[1]}_result_{i}" for i in range(pads)]
+    return f"{head}.visible .entry {entry[1]}(\n" + ",\n".join(kept) + f"\n){body}"
+
+
+def _immediate(value: bytes, widths: dict[str, int], load: re.Match) -> str:
+    """The load of a number as a move of its bits; as constant data, each multiprocessor would fetch it anew in every launch."""
+    kind, bits, space, register, rest = load.groups()
+    if (width := widths.get(register)) is None:
+        return load[0]
+    number = int.from_bytes(value[: int(bits) // 8], "little", signed=kind == "s") & ((1 << width) - 1)
+    return f"mov.b{width}{space}{register}{rest}{number:#x}"
+
+
+def lower(ctx, operands, call, compiled, text: str, aliases: dict[int, int]):
+    """The custom call. `ctx` and `operands` are in the order of the kernel's pointers, results without one last."""
+    x, y, z = call.grid
+    numbers = {"grid_x": x, "grid_y": y, "grid_z": z, "block_x": 32 * compiled.num_warps, "block_y": 1, "block_z": 1}
+    texts = {"name": compiled.name, "kernel_type": "ptx", "kernel_data": text, "launch_name": call.name}
+    if call.cost is not None:
+        texts["cost_estimate_json"] = json.dumps(dict(call.cost))
+    items = [f'{k} = "{_escaped(v)}"' for k, v in texts.items()]
+    items += [f"{k} = {v} : i32" for k, v in (numbers | {"shared_mem_bytes": compiled.shared_bytes}).items()]
+    rule = jax.ffi.ffi_lowering(
+        TARGET,
+        backend_config=f"{{{', '.join(items)}}}",  # XLA reads the keys it knows; the others are for people and profilers
+        api_version=2,
+        has_side_effect=call.has_side_effect,
+        operand_output_aliases=aliases,
+    )
+    return rule(ctx, *operands)  # row-major layouts by default
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", " ")

@@ -1,0 +1,1 @@
+"""Which device has which part."""

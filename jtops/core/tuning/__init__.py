@@ -1,0 +1,1 @@
+"""Configs measured on the device."""

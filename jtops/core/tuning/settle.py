@@ -1,0 +1,283 @@
+"""Kernels under @triton.autotune and @triton.heuristics: one config is settled while the call is traced, then bound like any other.
+
+What is emitted is a plain launch, so a tuned kernel exports, serialises and hits JAX's caches. Where to look, in order: the
+values that the caller gives, what this process already decided, the table on disk (`tuning_table`), and then a trial of all
+configs on this process' GPU, or the first config that compiles where there is none. ``jtops.config.tuning`` can ask for a
+trial always or never. With several processes (``jax.distributed``) process 0 decides and the others ask it.
+
+Tuning compares times and nothing else: a config that computes something else than the others may be chosen.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jtops import config
+from jtops._compat import jax as jax_compat
+from jtops._compat import triton as triton_compat
+from jtops.core import cache, target
+from jtops.core.cache import constant_text
+from jtops.core.sizes import next_power_of_2
+from jtops.core.tuning import processes, timing
+from jtops.core.tuning import table as tuning_table
+from jtops.core.tuning.candidates import Candidate, Plan, is_array
+from jtops.core.tuning.table import export_table, import_table
+from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
+
+__all__ = ["Decision", "call", "decisions", "export_table", "import_table", "is_decorated"]
+
+log = logging.getLogger("jtops.tuning")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What was settled for a kernel. `source`: "table", "timed", "first valid" or "process 0"; `seconds` of each config timed."""
+
+    kernel: str
+    config: str
+    source: str
+    target: str
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
+
+
+_decisions: dict[Any, concurrent.futures.Future] = cache.store({})
+_lock = threading.Lock()  # guards the dict, never held while deciding
+_timing = threading.Lock()  # one trial at a time: two would time each other
+
+
+def decisions() -> tuple[Decision, ...]:
+    """What this process settled, oldest first. Calls that had no choice are not listed."""
+    return tuple(f.result() for f in list(_decisions.values()) if f.done() and f.exception() is None)
+
+
+def is_decorated(kernel) -> bool:
+    """Whether @triton.autotune or @triton.heuristics made `kernel`."""
+    return isinstance(kernel, triton_compat.Autotuner | triton_compat.Heuristics)
+
+
+def call(triton_call: Callable, args: tuple, kwargs: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """``triton_call(*args, **settings, **kwargs)`` of a decorated kernel, with one of its configs."""
+    options = {k: settings[k] for k in ("num_warps", "num_stages", "num_ctas") if settings[k] is not None}
+    given = dict(settings["backend_options"] or {})
+    if clash := [k for k in options if given.get(k, options[k]) != options[k]]:
+        raise ValueError(f"triton_call: {clash[0]}={options[clash[0]]!r} but backend_options has {given[clash[0]]!r}.")
+    filled = {stride for _, stride in getattr(settings["vmap_method"], "strides", ())}  # parameters that vmap sets
+    plan = Plan(settings["kernel"], args, kwargs, given | options, [leaf for _, leaf in _outputs(settings)], filled)
+    bind = lambda candidate, **changes: _bound(triton_call, plan, candidate, settings | changes)
+    interpret = settings["interpret"]
+    interpret = config.implementation.value == "interpret" if interpret is None else interpret
+    if len(plan.candidates) == 1 or interpret:
+        return bind(plan.candidates[0])()
+    return bind(_settled(_Problem(plan, bind, settings["compute_capability"])))()
+
+
+def _outputs(settings) -> list[tuple[int, Any]]:
+    """Results that have a parameter of their own, with their numbers."""
+    shared = set((settings["input_output_aliases"] or {}).values())
+    return [(i, leaf) for i, leaf in enumerate(_leaves(settings)[0]) if i not in shared]
+
+
+def _leaves(settings) -> tuple[list, Any]:
+    return jax.tree.flatten(settings["out_type"], is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
+
+
+def _bound(triton_call, plan: Plan, candidate: Candidate, settings) -> Callable:
+    """The plain call of a candidate, to be traced."""
+    plain = dict.fromkeys(("num_warps", "num_stages", "num_ctas"))
+    settings = settings | plain | {"kernel": plan.function, "backend_options": candidate.options}
+    number = {name: i for name, (i, _) in zip(plan.outputs, _outputs(settings), strict=False)}
+    if candidate.zeroed:
+        settings["zeroed_outputs"] = _zeroed(plan, candidate, settings, number)
+    if described := {number[n]: v for n, v in candidate.replaced.items() if n in number}:
+        leaves, tree = _leaves(settings)
+        settings["out_type"] = tree.unflatten([described.get(i, leaf) for i, leaf in enumerate(leaves)])
+    args, kwargs = plan.arguments(candidate)
+    return functools.partial(triton_call, *args, **settings, **kwargs)
+
+
+def _zeroed(plan: Plan, candidate: Candidate, settings, number: dict[str, int]) -> Any:
+    """The caller's `zeroed_outputs` and those that the config's hooks zero."""
+    if others := sorted(candidate.zeroed - number.keys()):
+        raise UnsupportedError(
+            f"kernel {plan.function.__name__}: a pre_hook zeroes {others[0]!r}, an argument of the call, which JAX does not let "
+            "change. Zero a result, or pass zeros."
+        )
+    asked, ours = settings["zeroed_outputs"], tuple(number[n] for n in candidate.zeroed)
+    merged = lambda indices: tuple(sorted({*(indices or ()), *ours}))
+    return (lambda meta: merged(asked(meta))) if callable(asked) else merged(asked)
+
+
+class _Problem:
+    """A choice to make: the candidates, how to call them, and what the answer depends on."""
+
+    def __init__(self, plan: Plan, bind: Callable, capability: int | str | None):
+        self.plan, self.bind = plan, bind
+        self.labels: dict[str, Candidate] = {c.label: c for c in plan.candidates}
+        self.kernel = f"{plan.function.__module__}.{plan.function.__qualname__}"
+        self.device = target.present()
+        wanted = target.requested() if capability is None else str(target.Target.parse(capability))
+        own = None if self.device is None else str(target.of_device(self.device))
+        self.target = wanted or own
+        self.local = self.device is not None and self.target == own
+        self.x64 = jax.config.jax_enable_x64
+        self.text = f"{_described(plan)} {self.target}"
+        content = f"{triton_compat.kernel_key(plan.function)} {list(self.labels)} triton {triton_compat.triton.__version__}"
+        self.fingerprint = tuning_table.digest(content)
+
+    @property
+    def device_kind(self) -> str | None:
+        return str(self.device.device_kind) if self.device is not None and self.local else None
+
+    def function(self, candidate: Candidate, **changes) -> tuple[Callable, list]:
+        """A candidate as a function of its arrays alone, and their types."""
+        bound = self.bind(candidate, **({"interpret": False} | changes))  # the worker does not see the caller's settings
+        leaves, tree = jax.tree.flatten((bound.args, {k: v for k, v in bound.keywords.items() if k in self.plan.params}))
+        where = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+        avals = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in where]
+        refs = {i for i in where if isinstance(leaves[i], jax.Ref)}
+        fixed = [None if i in where else leaf for i, leaf in enumerate(leaves)]  # no tracer may leak into another thread
+
+        def run(*arrays):
+            made: list[Any] = list(fixed)
+            for i, array in zip(where, arrays, strict=True):
+                made[i] = jax.new_ref(array) if i in refs else array
+            args, kwargs = tree.unflatten(made)
+            return bound.func(*args, **(bound.keywords | kwargs)), [made[i][...] for i in sorted(refs)]
+
+        return run, avals
+
+    @contextlib.contextmanager
+    def context(self):
+        """What of the caller's context a worker thread needs; the rest, its traces above all, it must not see."""
+        with jax.enable_x64(self.x64), config.target(self.target), jax.debug_nans(False):
+            yield
+
+    def compile(self, label: str) -> KernelCompileError | None:
+        """Compile one candidate; what is wrong with it, if it does not compile or does not fit."""
+        run, avals = self.function(self.labels[label])
+        platform = target.Target.parse(str(self.target)).platform
+        try:
+            with self.context():
+                jax.jit(run).trace(*avals).lower(lowering_platforms=(platform,))
+            return None
+        except KernelCompileError as error:
+            log.warning("kernel %s: config (%s) is skipped: %s", self.kernel, label, error)
+            return error
+
+    def first_valid(self) -> Decision:
+        """The author's first candidate that compiles; nothing is compiled where no target is known."""
+        errors = {}
+        for label in self.labels:
+            if self.target is None or (error := _apart(self.compile, label)) is None:
+                break
+            errors[label] = error
+        else:
+            raise self._none_left(errors)
+        if self.target is not None:
+            level = logging.INFO if config.tuning.value == "never" else logging.WARNING
+            log.log(level, "kernel %s: not tuned for %s: the first valid config (%s) is used.", self.kernel, self.target, label)
+        return self._decision(label, "first valid")
+
+    def timed(self) -> Decision:
+        """Compile all candidates in parallel, time those that fit, remember the fastest."""
+        with concurrent.futures.ThreadPoolExecutor(min(len(self.labels), os.cpu_count() or 1)) as pool:
+            errors = dict(zip(self.labels, pool.map(self.compile, self.labels), strict=True))
+        valid = [label for label in self.labels if errors[label] is None]
+        if not valid:
+            raise self._none_left(errors)
+        seconds = self._measure(valid) if len(valid) > 1 else {}
+        best = min(seconds, key=seconds.__getitem__) if seconds else valid[0]
+        log.info("kernel %s: tuned: (%s) of %s", self.kernel, best, {k: f"{s * 1e6:.1f} us" for k, s in seconds.items()})
+        entry = {"kernel": self.kernel, "problem": self.text, "fingerprint": self.fingerprint, "device": self.device_kind}
+        tuning_table.store(entry | {"format": tuning_table.FORMAT, "config": best, "seconds": seconds})
+        return self._decision(best, "timed", seconds)
+
+    def _measure(self, labels: list[str]) -> dict[str, float]:
+        def work():
+            functions = {label: self.function(self.labels[label], has_side_effect=True) for label in labels}
+            with self.context():
+                return timing.measure({k: f for k, (f, _) in functions.items()}, functions[labels[0]][1], self.device)
+
+        with _timing:
+            found = _apart(work)
+        failed = {k: v for k, v in found.items() if isinstance(v, Exception)}
+        for label, error in failed.items():
+            log.warning("kernel %s: config (%s) is skipped, it does not run: %s", self.kernel, label, error)
+        if len(failed) == len(labels):
+            raise JtopsError(
+                f"kernel {self.kernel}: no config ran while tuning, on arrays made for it. The first said: {failed[labels[0]]}. "
+                'Give the config by keyword, or set jtops.config.tuning("never").'
+            ) from failed[labels[0]]
+        return {k: v for k, v in found.items() if k not in failed}
+
+    def _decision(self, label: str, source: str, seconds: dict[str, float] | None = None) -> Decision:
+        return Decision(self.kernel, label, source, str(self.target), seconds or {})
+
+    def _none_left(self, errors: dict) -> KernelCompileError:
+        lines = [f"\n  ({label}): {error}" for label, error in errors.items()]
+        return KernelCompileError(
+            f"kernel {self.kernel}: none of its {len(errors)} configs is valid for {self.target}:{''.join(lines)}"
+        )
+
+
+def _apart(function: Callable, *args) -> Any:
+    """``function(*args)`` in a thread of its own: it is in no trace, no mesh and no setting of the caller's."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
+
+
+def _described(plan: Plan) -> str:
+    """What a decision is for: the arrays' types and rounded sizes, the values of the decorator's key, and the constants."""
+    arrays, constants = {}, {}
+    wanted = {n for tuner in plan.tuners for n in tuner.keys}
+    for name, value in sorted((plan.named | plan.outputs).items()):
+        shaped = [v for v in jax.tree.leaves(value) if hasattr(v, "shape") and hasattr(v, "dtype")]
+        if shaped:
+            arrays[name] = [f"{v.dtype}{[next_power_of_2(d) for d in v.shape]}" for v in shaped]
+        elif name in wanted or (name in plan.given and name in plan.params and plan.params[name].is_constexpr):
+            constants[name] = constant_text(value)
+    return f"{arrays} {constants}"
+
+
+def _settled(problem: _Problem) -> Candidate:
+    """The candidate to use; decided once per process, whoever asks and however many threads ask at once."""
+    policy = config.tuning.value or "cached"
+    key = (problem.kernel, problem.text, problem.fingerprint, problem.device_kind, policy)
+    with _lock:
+        future, mine = (
+            (_decisions[key], False) if key in _decisions else (_decisions.setdefault(key, concurrent.futures.Future()), True)
+        )
+    if mine:
+        try:
+            future.set_result(_decide(problem, policy))
+        except BaseException as error:
+            with _lock:
+                _decisions.pop(key, None)
+            future.set_exception(error)
+    return problem.labels[future.result().config]
+
+
+def _decide(problem: _Problem, policy: str) -> Decision:
+    decide = lambda: _decide_alone(problem, policy)
+    if (shared := jax_compat.distributed_client()) is None:
+        return decide()
+    name = f"jtops/tuning/{policy}/{tuning_table.digest(problem.kernel + problem.text)}"
+    made = processes.of_process_0(shared, name, problem.kernel, problem.fingerprint, decide)
+    return made if isinstance(made, Decision) else problem._decision(made, "process 0")
+
+
+def _decide_alone(problem: _Problem, policy: str) -> Decision:
+    entry = None
+    if policy != "always" and problem.target is not None:
+        entry = tuning_table.load(problem.kernel, problem.text, problem.fingerprint, problem.device_kind)
+    if entry is not None and entry["config"] in problem.labels:
+        return problem._decision(entry["config"], "table", entry["seconds"])
+    return problem.timed() if problem.local and policy != "never" else problem.first_valid()

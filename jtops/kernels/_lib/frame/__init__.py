@@ -1,0 +1,1 @@
+"""What makes an op of launchers and a reference."""

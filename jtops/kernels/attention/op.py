@@ -1,0 +1,220 @@
+"""The public function of flash attention, and its SPEC."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jtops.config import Implementation
+from jtops.kernels._lib import checks, precision
+from jtops.kernels._lib.frame.launch import Config
+from jtops.kernels._lib.frame.op import fused_op
+from jtops.kernels._lib.spec import Case, Input, Spec
+from jtops.kernels.attention.portable.backward import backward
+from jtops.kernels.attention.portable.forward import forward
+from jtops.kernels.attention.reference import attention
+
+_OP = "flash_attention"
+_MAX_HEAD_DIM = 256
+
+
+def _limits(q, k, v, *_, **__) -> str | None:
+    if max(q.shape[-1], v.shape[-1]) > _MAX_HEAD_DIM:
+        return f"no kernel for head dims above {_MAX_HEAD_DIM}; got q and k {q.shape[-1]}, v {v.shape[-1]}"
+    return checks.kernel_floats(q, k, v)
+
+
+# q, k, v, query and key segment ids, query and key lengths, and the queries' indices, which tell a shard where it begins.
+_attention = fused_op(
+    _OP,
+    "s (g r) d, t g d, t g e, s, t, (), (), s -> s (g r) e, s (g r)",
+    reference=attention,
+    forward=forward,
+    backward=backward,
+    saves=(0, 1),
+    whole="t d e",
+    limits=_limits,
+    blocks="BLOCK_M BLOCK_N",
+)
+
+
+def flash_attention(
+    q: Float[Array, "*batch s h d"],
+    k: Float[Array, "*batch t g d"],
+    v: Float[Array, "*batch t g e"],
+    *,
+    causal: bool | str = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Int[Array, "*batch s"] | tuple[Int[Array, "*batch s"], Int[Array, "*batch t"]] | None = None,
+    q_lengths: Int[Array, "*batch"] | None = None,
+    kv_lengths: Int[Array, "*batch"] | None = None,
+    scale: float | None = None,
+    precision: Any = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+):
+    """``softmax(scale * q k^T + mask) v`` for each head, without ever writing the matrix of scores.
+
+    Query head i reads key/value head ``i // (h / g)``. Scores, their softmax and all sums are float32. All masks hold together. A
+    query that may see no key gives 0, lse -inf and no gradient. What lies at or past `kv_lengths` and `q_lengths`, or has a
+    negative segment id, never leaks, whatever it holds. Gradients have the same bits every time. Forward-mode and second
+    derivatives take the reference, whose memory grows with s * t.
+
+    Args:
+      q: queries, [..., s, h, d]. Kernel dtypes: float32, bfloat16, float16; d and e up to 256.
+      k, v: keys [..., t, g, d] and values [..., t, g, e], of q's dtype; g divides h.
+      causal: True or "top_left": query i sees keys up to i; "bottom_right": up to ``i + kv_length - q_length``.
+      window: keys that a query at position p sees: p - left .. p + right, inclusive; an int is both, None on a side no bound. It
+        does not make attention causal.
+      segment_ids: a query sees keys of its own id; one array for both sides, or a pair. Negative ids see and are
+        seen by nothing. Ids and lengths are int32 or shorter.
+      q_lengths, kv_lengths: how many queries and keys of each batch element count.
+      scale: factor of the scores; None is ``1 / sqrt(d)``.
+      precision: of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
+      return_lse: also return the log of the sum of the exponentials, float32 [..., s, h], differentiable.
+      implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
+      config: blocks ``BLOCK_M`` (queries) and ``BLOCK_N`` (keys) of all three kernels. None: chosen by size and device.
+
+    Returns:
+      [..., s, h, e] of q's dtype, or (that, lse).
+
+    Raises:
+      TypeError: dtypes that differ or are not floating; ids or lengths that are not integers; `scale` traced.
+      ValueError: shapes that do not fit, heads that do not divide, a negative window, an unknown `causal` or `precision`.
+      UnsupportedError: head dims above 256 or float64, where a kernel must run.
+
+    Source: Dao, "FlashAttention-2", 2023, algorithms 1 and 2.
+    """
+    q, k, v = (checks.array(_OP, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{_OP}: q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them to one.")
+    sizes = checks.axes(_OP, q=(q, "... s h d"), k=(k, "... t g d"), v=(v, "... t g e"))
+    if sizes["g"] == 0 or sizes["h"] % sizes["g"]:
+        raise ValueError(
+            f"{_OP}: query heads ({sizes['h']}) must be a multiple of key/value heads ({sizes['g']}); got q {q.shape}, k {k.shape}."
+        )
+    batch = checks.broadcast(_OP, "batch axes", q=q.shape[:-3], k=k.shape[:-3], v=v.shape[:-3])
+    q_ids, kv_ids = _segments(segment_ids, sizes, batch)
+    lengths = [_integers(name, x, "...", sizes, batch) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
+    left, right = _window(window)
+    if causal not in (False, True, "top_left", "bottom_right"):
+        raise ValueError(f'{_OP}: causal must be False, True, "top_left" or "bottom_right"; got {causal!r}.')
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    masked = left is not None or right is not None or lengths[0] is not None
+    out, lse = _attention(
+        q,
+        k,
+        v,
+        q_ids,
+        kv_ids,
+        *lengths,
+        jnp.arange(sizes["s"], dtype=jnp.int32) if masked else None,
+        implementation=implementation,
+        config=config,
+        scale=1 / math.sqrt(max(sizes["d"], 1)) if scale is None else checks.static_float(_OP, "scale", scale),
+        precision=_precision(q, precision),
+        q_size=sizes["s"],
+        left=left,
+        right=right,
+        bottom_right=causal == "bottom_right",
+    )
+    return (out, lse) if return_lse else out
+
+
+def _precision(q, asked) -> str:
+    resolved = precision.resolve(_OP, asked)
+    return resolved if q.dtype.itemsize >= 4 else "tf32"  # of half-precision inputs every product is exact
+
+
+def _window(window) -> tuple[int | None, int | None]:
+    sides = window if isinstance(window, tuple) else (window, window)
+    if len(sides) != 2 or any(x is not None and (isinstance(x, bool) or not isinstance(x, int) or x < 0) for x in sides):
+        raise ValueError(f"{_OP}: window must be an int, or a pair (left, right) of ints or None, none negative; got {window!r}.")
+    return sides
+
+
+def _integers(name: str, x, spec: str, sizes: dict[str, int], batch: tuple[int, ...]):
+    if x is None:
+        return None
+    x = checks.array(_OP, name, x, floating=False)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{_OP}: {name} must be integers; got {x.dtype} {x.shape}.")
+    if not jnp.can_cast(x.dtype, jnp.int32):  # an id cut to 32 bits would meet another, or be taken for padding
+        raise TypeError(f"{_OP}: {name} must fit int32; got {x.dtype} {x.shape}. Cast it, e.g. {name}.astype('int32').")
+    core = [sizes[letter] for letter in spec.split()[1:]]
+    if list(x.shape[x.ndim - len(core) :]) != core or x.ndim < len(core):
+        raise ValueError(f"{_OP}: {name} must have shape [batch{''.join(f', {n}' for n in core)}]; got {x.shape}.")
+    checks.broadcast(_OP, "batch axes", attention=batch, **{name: x.shape[: x.ndim - len(core)]})
+    return x.astype(jnp.int32)
+
+
+def _segments(ids, sizes: dict[str, int], batch: tuple[int, ...]):
+    if ids is None:
+        return None, None
+    if not isinstance(ids, tuple):
+        if sizes["s"] != sizes["t"]:
+            raise ValueError(
+                f"{_OP}: one segment_ids array is for as many queries as keys; got {sizes['s']} and {sizes['t']}: pass a pair."
+            )
+        ids = (ids, ids)
+    if len(ids) != 2 or any(x is None for x in ids):
+        raise ValueError(f"{_OP}: segment_ids must be an array or a pair of arrays (q_ids, kv_ids); got {len(ids)} entries.")
+    return tuple(
+        _integers(f"segment_ids[{i}]", x, f"... {axis}", sizes, batch) for i, (x, axis) in enumerate(zip(ids, "st", strict=True))
+    )
+
+
+def _bytes(_, q, k, v) -> int:
+    return q.nbytes * v.shape[-1] // q.shape[-1] + q.nbytes + k.nbytes + v.nbytes
+
+
+def _flops(options, q, k, v) -> int:
+    """Of the two products of the forward; half of the scores are masked where attention is causal."""
+    (b, s, h, d), (_, t, _, e) = q.shape, v.shape
+    return 2 * b * h * s * t * (d + e) // (2 if options.get("causal") else 1)
+
+
+def _qkv(b, s, t, h, g, d, e=None):
+    return Input((b, s, h, d)), Input((b, t, g, d)), Input((b, t, g, e or d))
+
+
+SPEC = Spec(
+    name=_OP,
+    function=flash_attention,
+    operands=("q", "k", "v"),
+    small=Case(
+        "small",
+        (Input((2, 6, 4, 16)), Input((2, 5, 2, 16)), Input((2, 5, 2, 16))),
+        "grouped heads, more queries than keys",
+        {"causal": True},
+    ),
+    meshed=Case("meshed", _qkv(8, 8, 8, 1, 1, 16), "batch elements on many devices", {"causal": True}),
+    cases=(
+        Case("full", _qkv(1, 40, 56, 2, 2, 16), "lengths that fill no block"),
+        Case("causal", _qkv(1, 70, 70, 2, 2, 16), "several blocks, the diagonal", {"causal": True}),
+        Case("bottom_right", _qkv(1, 20, 50, 2, 1, 16), "aligned to the last key", {"causal": "bottom_right"}),
+        Case("dead", _qkv(1, 50, 20, 1, 1, 16), "the first queries see nothing", {"causal": "bottom_right"}),
+        Case("grouped", _qkv(2, 33, 33, 4, 2, 32), "two query heads a key head, two batch elements"),
+        Case("window", _qkv(1, 90, 90, 1, 1, 16), "a band", {"window": (9, 4)}),
+        Case("window_causal", _qkv(1, 90, 90, 1, 1, 16), "a sliding window", {"window": (17, None), "causal": True}),
+        Case("value_dim", _qkv(1, 24, 24, 2, 2, 24, 40), "head dims that are no powers of two, v's its own"),
+        Case("one", _qkv(1, 1, 37, 2, 1, 16), "a single query"),
+        Case("scale", _qkv(1, 20, 20, 1, 1, 16), "scale of one's own", {"scale": 0.5}),
+    ),
+    compiled=(
+        Case("d64", _qkv(4, 4096, 4096, 32, 32, 64), "head dim 64"),
+        Case("d64_causal", _qkv(4, 4096, 4096, 32, 32, 64), "head dim 64, causal", {"causal": True}),
+        Case("d128", _qkv(4, 4096, 4096, 16, 16, 128), "head dim 128"),
+        Case("d128_causal", _qkv(4, 4096, 4096, 16, 16, 128), "head dim 128, causal", {"causal": True}),
+        Case("d256", _qkv(4, 4096, 4096, 8, 8, 256), "head dim 256"),
+    ),
+    backward_kernels=2,
+    forward_bytes=_bytes,
+    backward_bytes=lambda *a: 2 * _bytes(*a),
+    forward_flops=_flops,
+    backward_flops=lambda *a: 5 * _flops(*a) // 2,  # five products
+    one_dtype=True,
+)

@@ -1,0 +1,1 @@
+"""Attention's kernels in plain Triton, for every GPU."""
