@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.frame.launch import OuterRows as Rows
 from jtops.kernels._lib.precision import dot_precision
 from jtops.kernels.attention.mask import batch_number, bounds_of, key_range, load_rows, sees
 
