@@ -22,8 +22,8 @@ from jtops.kernels._lib.device import activations
 from jtops.kernels._lib.device.rows import row
 from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels._lib.frame.op import fused_op
-from jtops.kernels._lib.product.cotangent import cotangent, cotangent_dtype
-from jtops.kernels._lib.product.portable import Epilogue, product
+from jtops.kernels._lib.product.backward import cotangent, cotangent_dtype, gradient_of_a, gradients_of_bs
+from jtops.kernels._lib.product.portable import Epilogue, Term, product
 from jtops.kernels._lib.product.side import Groups
 from jtops.kernels._lib.spec import Case, Input, Spec
 
@@ -69,8 +69,7 @@ def _forward(launch: Launch, x):
     with_z = launch.residuals and activation is not None
     out = product(
         launch,
-        groups.merged(x.a, launch.rows.a),
-        (groups.sharing(x.b, launch.rows.b),),
+        (Term(groups.merged(x.a, launch.rows.a), (groups.sharing(x.b, launch.rows.b),)),),
         groups.count,
         (dtype, dtype) if with_z else (dtype,),
         Epilogue(
@@ -91,16 +90,10 @@ def _backward(launch: Launch, x, saved, cotangents):
     dtype = cotangent_dtype(x.a.dtype, g.dtype)
     dz, dbias = cotangent(launch, g, z, activation, dtype, wants_dz=wanted.a or wanted.b, wants_sums=wanted.bias)
     a, b = groups.merged(x.a, rows.a), groups.sharing(x.b, rows.b)
-    da = db = dresidual = None
-    if wanted.a:  # summed over what shares a, if any, by the frame
-        dtype = x.a.dtype if rows.a.own == launch.batch else jnp.float32
-        (da,) = product(launch, groups.each(dz), (b.T,), groups.count, (dtype,), name="vjp_da")
-        da = da.reshape(launch.batch, *x.a.shape[1:])
-    if wanted.b:
-        dtype = x.b.dtype if rows.b.own == groups.count else jnp.float32
-        (db,) = product(launch, a.T, (groups.each(dz),), groups.count, (dtype,), name="vjp_db")
-        db = db if rows.b.own == groups.count else b.rows.sum(db)
-    if wanted.bias:
+    da = gradient_of_a(launch, groups, "a", x.a, (dz,), (b,)) if wanted.a else None
+    db = gradients_of_bs(launch, groups, a, {"b": (x.b, dz)})["b"] if wanted.b else None
+    dresidual = None
+    if dbias is not None:
         dbias = groups.shared(rows.bias).sum(dbias)
     if wanted.residual:
         dresidual = cotangents.y.astype(x.residual.dtype if rows.residual.own == launch.batch else jnp.float32)
@@ -196,7 +189,6 @@ def matmul(
         residual = jnp.expand_dims(residual, -2) if row else residual
     common = jnp.promote_types(a.dtype, b.dtype)
     a, b = a.astype(common), b.astype(common)
-    resolved = precisions.resolve(_OP, precision)
     (y,) = (_linear if activation is None else _activated)(
         jnp.expand_dims(a, 0) if row else a,
         jnp.expand_dims(b, 1) if column else b,
@@ -205,20 +197,10 @@ def matmul(
         implementation=implementation,
         config=config,
         activation=activation,
-        precision=resolved if common.itemsize >= 4 else "tf32",  # of shorter floats every product is exact
-        dtype=str(common if preferred_element_type is None else _result_dtype(preferred_element_type)),
+        precision=precisions.resolve(_OP, precision, common),
+        dtype=str(precisions.result_dtype(_OP, preferred_element_type, common)),
     )
     return jnp.squeeze(y, [axis for axis, gone in ((-2, row), (-1, column)) if gone])
-
-
-def _result_dtype(asked) -> jnp.dtype:
-    try:
-        dtype = jax.dtypes.canonicalize_dtype(asked)
-    except TypeError:
-        raise TypeError(f"{_OP}: preferred_element_type must be a dtype or None; got {asked!r}.") from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{_OP}: preferred_element_type must be a floating dtype; got {dtype}. Cast the result.")
-    return dtype
 
 
 def _bytes(c, a, b, bias, residual) -> int:

@@ -1,5 +1,6 @@
 """An operand of a product: its matrices in memory, which of them serves a row of the call, and how tiles of them are read."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -56,12 +57,16 @@ class Matrix(NamedTuple):
 
 def masked(rows: int, columns: int, block_rows: int, block_columns: int) -> str:
     """Which ends of a matrix cut a tile; "both" where the tile is not known."""
-    cut = tuple(block == 0 or size % block != 0 for size, block in ((rows, block_rows), (columns, block_columns)))
-    return {(True, True): "both", (True, False): "rows", (False, True): "columns", (False, False): "none"}[cut]
+    rows_cut = block_rows == 0 or rows % block_rows != 0
+    columns_cut = block_columns == 0 or columns % block_columns != 0
+    if rows_cut and columns_cut:
+        return "both"
+    return "rows" if rows_cut else "columns" if columns_cut else "none"
 
 
-class Groups(NamedTuple):
-    """The batch of a call after each `size` neighbours that share their operands have become rows of one product: `count` of these."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """The batch of a call after each `size` neighbours that share operands have become rows of one product: `count` of these."""
 
     size: int
     count: int

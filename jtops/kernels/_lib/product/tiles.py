@@ -7,7 +7,7 @@ from jtops.core.target import Target
 from jtops.kernels._lib.frame.launch import Config
 
 _BLOCKS = (256, 128, 64, 32, 16)
-_LARGEST = {"half": 128 * 256, "tf32": 128 * 128, "tf32x3": 64 * 64}  # sums that registers hold beside what is computed with
+_LARGEST = {"half": (128, 256), "tf32": (128, 128), "tf32x3": (64, 64)}  # tile whose sums registers hold beside the operands
 _SPLIT_K = 512  # elements of k that are worth a program and a line of partial sums
 _LINE = 128  # bytes of k to load at once: a line of the swizzled shared memory that tensor cores read
 
@@ -46,12 +46,13 @@ def heuristic(shape: Shape, target: Target) -> Config:
 def _blocks(shape: Shape) -> list[tuple[int, int]]:
     """BLOCK_M and BLOCK_N, largest tiles first: near squares, and strips for few rows or columns."""
     fits = lambda block, size: block <= max(16, next_power_of_2(size))
+    short, long = _LARGEST[shape.arithmetic]
     found = [
         (m, n)
         for m in _BLOCKS
         for n in _BLOCKS
         if fits(m, shape.m) and fits(n, shape.n)
-        if m * n * shape.sums <= _LARGEST[shape.arithmetic]
+        if m * n * shape.sums <= short * long and max(m, n) <= long
         if max(m, n) <= 2 * min(m, n) or (min(m, n) == 16 and max(m, n) <= 128)
         if not (n == 256 and shape.b_transposed)  # ptxas 12.8 then runs one wgmma at a time (C7515)
     ]

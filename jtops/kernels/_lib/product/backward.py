@@ -1,4 +1,4 @@
-"""What the products of a backward read: the cotangent of ``a @ b + bias``, and what the bias is due, in one pass over memory."""
+"""The backward of a product: cotangents of its sums, and from them the gradients of both operands, which are products again."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,8 @@ from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.device.activations import derivative
 from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.product.portable import Term, product
+from jtops.kernels._lib.product.side import Groups, Matrix
 
 
 @triton.jit
@@ -47,14 +49,14 @@ def _dz_kernel(
 
 
 def cotangent_dtype(operands, g) -> jnp.dtype:
-    """What products of a backward read: the operands' dtype, as tensor cores want. Beside a float32 cotangent float16 lacks the range."""
+    """What a backward's products read: the operands' dtype, for tensor cores; beside a float32 cotangent float16 is too narrow."""
     return jnp.dtype(g if operands == jnp.float16 and g == jnp.float32 else operands)
 
 
 def cotangent(
     launch: Launch, g: jax.Array, z: jax.Array | None, activation: str | None, dtype, *, wants_dz: bool, wants_sums: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """dz = g * activation'(z) in `dtype` [batch, m, n], and its sums over rows, float32 [batch, n]; z is None without activation."""
+    """dz = g * activation'(z) in `dtype` [batch, m, n], and its float32 sums over rows [batch, n]; without activation z is None."""
     batch, m, n = g.shape
     makes_dz = wants_dz and (activation is not None or g.dtype != dtype)
     if not (makes_dz or wants_sums):
@@ -82,3 +84,23 @@ def cotangent(
         ACTIVATION=activation,
     )
     return out["dz_ptr"] if makes_dz else g, out["dbias_ptr"].sum(1) if wants_sums else None
+
+
+def gradient_of_a(
+    launch: Launch, groups: Groups, name: str, a: jax.Array, dzs: tuple[jax.Array, ...], bs: tuple[Matrix, ...]
+) -> jax.Array:
+    """For `a`, the operand `name`: the sum of dz b^T over what reads it. The frame sums over the rows that share it, if any."""
+    dtype = a.dtype if getattr(launch.rows, name).own == launch.batch else jnp.float32
+    terms = tuple(Term(groups.each(dz), (b.T,)) for dz, b in zip(dzs, bs, strict=True))
+    (da,) = product(launch, terms, groups.count, (dtype,), name=f"vjp_d{name}")
+    return da.reshape(launch.batch, *a.shape[1:])
+
+
+def gradients_of_bs(launch: Launch, groups: Groups, a: Matrix, bs: dict[str, tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
+    """a^T dz for one or two operands b, by name, each given with its dz: all in one product."""
+    rows = {name: groups.shared(getattr(launch.rows, name)) for name in bs}
+    alone = {name: rows[name].own == groups.count for name in bs}
+    dtypes = tuple(b.dtype if alone[name] else jnp.float32 for name, (b, _) in bs.items())
+    term = Term(a.T, tuple(groups.each(dz) for _, dz in bs.values()))
+    got = product(launch, (term,), groups.count, dtypes, name="_".join(["vjp", *(f"d{name}" for name in bs)]))
+    return {name: db if alone[name] else rows[name].sum(db) for name, db in zip(bs, got, strict=True)}
