@@ -216,7 +216,7 @@ def product(
     precision = precisions.dot_precision(launch.options["precision"], launch.target)
     arithmetic = "half" if dot_dtype.itemsize == 2 else "tf32" if precision == "tf32" else "tf32x3"
     b_transposed = any(b.transposed for t in terms for b in t.bs)
-    shape = tiles.Shape(m, n, k, batch, sums, dot_dtype.itemsize, arithmetic, b_transposed)
+    shape = tiles.Shape(m, n, k, batch, sums, len(terms), dot_dtype.itemsize, arithmetic, b_transposed)
     constants = {"DOT_DTYPE": _TL_DTYPES[str(dot_dtype)], "PRECISION": precision, "TERMS": len(terms), "SUMS": sums}
     results = _outputs(dtypes, (batch, m, n))
     config = launch.choose(
