@@ -19,7 +19,8 @@ _OP = "flash_attention"
 _MAX_HEAD_DIM = 256
 
 
-def _limits(q, k, v, *_, **__) -> str | None:
+def limits(q, k, v, *_, **__) -> str | None:
+    """Why a legal call has no kernel; None if it has one."""
     if max(q.shape[-1], v.shape[-1]) > _MAX_HEAD_DIM:
         return f"no kernel for head dims above {_MAX_HEAD_DIM}; got q and k {q.shape[-1]}, v {v.shape[-1]}"
     return checks.kernel_floats(q, k, v)
@@ -34,7 +35,7 @@ _attention = fused_op(
     backward=backward,
     saves=(0, 1),
     whole="t d e",
-    limits=_limits,
+    limits=limits,
     blocks="BLOCK_M BLOCK_N",
 )
 
