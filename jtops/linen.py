@@ -16,7 +16,7 @@ What is not defined here, such as ``nn.Module``, is Flax's.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Everything else is Flax's, so that this module stands in for ``flax.linen``."""
-    return _layers.of_flax(nn, name, __name__)
+if TYPE_CHECKING:  # so that type checkers know everything else as Flax's own
+    from flax.linen import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Everything else is Flax's, so that this module stands in for ``flax.linen``."""
+        return _layers.of_flax(nn, name, __name__)
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ What is not defined here, such as ``nnx.Module``, is Flax's.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -43,9 +43,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Everything else is Flax's, so that this module stands in for ``flax.nnx``."""
-    return _layers.of_flax(nnx, name, __name__)
+if TYPE_CHECKING:  # so that type checkers know everything else as Flax's own
+    from flax.nnx import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Everything else is Flax's, so that this module stands in for ``flax.nnx``."""
+        return _layers.of_flax(nnx, name, __name__)
 
 
 def __dir__() -> list[str]:
