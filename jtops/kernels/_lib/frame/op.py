@@ -293,7 +293,7 @@ def _types(xs) -> tuple[jax.ShapeDtypeStruct, ...]:
 @fused_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     outs = out_types(call, _types(avals))
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = partition.mesh_of(avals)
     if AxisType.Explicit not in mesh.axis_types:
         return [jax_compat.shaped_array(o.shape, o.dtype, jax_compat.varying_axes(avals[0])) for o in outs]
     primals = call.split(avals)[0]
