@@ -113,7 +113,7 @@ def fused_op(
         rule, names = AxisRule.parse(axes, residuals, whole), None
         saved = tuple(saves)
     else:
-        kept = dict(residuals or {})
+        kept = dict(residuals) if isinstance(residuals, Mapping) else {}
         given = dict(operands or {}) | {f"{axis}_index": axis for axis in positions}
         rule = AxisRule.of(given.values(), (results or {}).values(), kept.values(), whole)
         saved = tuple(list(results or {}).index(result) for result in saves)
