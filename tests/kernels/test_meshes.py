@@ -49,7 +49,9 @@ def placed(mesh, operands, specs):
 @pytest.mark.parametrize("set_mesh", SET)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 @pytest.mark.parametrize("implementation", [
-    *(pytest.param(i, marks=pytest.mark.slow) for i in (None, "xla")), "interpret", pytest.param("triton", marks=pytest.mark.multigpu)
+    *(pytest.param(i, marks=pytest.mark.slow) for i in (None, "xla")),
+    "interpret",
+    pytest.param("triton", marks=pytest.mark.multigpu),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", OPS)
 def test_shardings_are_jax_numpys(name, implementation, kind, set_mesh):

@@ -7,6 +7,7 @@ key, so the text is stable and the call works wherever a custom call does. The s
 """
 
 import atexit
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -104,10 +105,8 @@ def _finish() -> None:
     What a program has not yet returned counts as live; and a handler that has begun is waited for, whoever dropped its result.
     """
     for array in jax.live_arrays("cpu") if _functions else ():
-        try:
+        with contextlib.suppress(Exception):  # whoever asked for the array was told, or nobody did
             array.block_until_ready()
-        except Exception:
-            pass
     with _running:
         _running.wait_for(lambda: _running.count == 0)
 
