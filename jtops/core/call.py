@@ -1,97 +1,27 @@
 """triton_call: a Triton kernel as a JAX operation."""
 
-import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad
-from jax.interpreters.batching import primitive_batchers
 
 from jtops import config
-from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
 from jtops.core import notes, target
-from jtops.core.launch import inplace, lowering, vmap
-from jtops.core.launch.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
+from jtops.core.launch import inplace, vmap
+from jtops.core.launch.binding import bind, called_grid, check_keywords, normalize_grid, out_array
+from jtops.core.launch.keywords import keywords
+from jtops.core.launch.options import launch_options
+from jtops.core.launch.primitive import bind_call
+from jtops.core.launch.record import KernelCall
 from jtops.core.launch.vmap import GridBatch
-from jtops.core.legacy import names as legacy
-from jtops.core.mesh.sharded import ShardingRule, by_rule, refuse_sharded
+from jtops.core.mesh.sharded import ShardingRule, by_rule
 from jtops.core.tuning import settle
-from jtops.core.types import Bound, Constexpr, Scalar
-from jtops.errors import UnsupportedError
+from jtops.core.types import Constexpr, Scalar
 
 Grid = int | Sequence[int]
 GridOrFn = Grid | Callable[[dict[str, Any]], Grid]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KernelCall:
-    """Everything about a call but its arrays. Hashable: it is the primitive's one parameter, and part of JAX's cache keys."""
-
-    kernel: Any = dataclasses.field(hash=False)  # compared by identity; Triton's hash of it would parse its source each time
-    bound: Bound
-    grid: tuple[int, int, int]
-    out_types: tuple[jax.ShapeDtypeStruct, ...]
-    name: str
-    options: tuple[tuple[str, Any], ...]
-    target: str | None
-    interpret: bool
-    has_side_effect: bool
-    cost: tuple[tuple[str, int], ...] | None
-    metadata: bytes
-    aliases: tuple[tuple[int, int], ...] = ()  # (array operand, output) that are one buffer; the output has no parameter
-    zeroed: tuple[int, ...] = ()  # outputs set to zero before each launch
-    launch: str | None = None  # the launch path asked for
-    vmap_method: str | GridBatch | None = None
-    batched: tuple[bool, ...] = ()  # GridBatch: which operands have a batch axis, once vmap has given one
-    config_source: str = dataclasses.field(default="", compare=False)  # for `explain`; changes nothing
-
-
-triton_call_p = Primitive("triton_call")
-triton_call_p.multiple_results = True
-
-
-@triton_call_p.def_impl
-def _run_eagerly(*args, call):
-    if any(isinstance(x, jax.Ref) for x in args):
-        with jax.disable_jit(False):  # a Ref is turned into values where a jitted function is compiled
-            return _jitted(call)(*args)
-    return jax_compat.apply_primitive(triton_call_p, *args, call=call)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(call):
-    return jax.jit(functools.partial(triton_call_p.bind, call=call))
-
-
-@triton_call_p.def_effectful_abstract_eval
-def _abstract_eval(*args, call):
-    refuse_sharded(call.name, args)
-    varying = frozenset().union(*map(jax_compat.varying_axes, args))
-    types = [jax_compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
-    return types, jax_compat.effects_of(args, call.has_side_effect)
-
-
-def _no_derivative(primals, tangents, *, call):
-    raise UnsupportedError(
-        f"kernel {call.name}: triton_call has no derivative. Wrap it in jax.custom_vjp (or custom_jvp) with your backward kernel, "
-        "or use a jtops op, which has one."
-    )
-
-
-def _bind(arrays, call):
-    return triton_call_p.bind(*jax_compat.vary_together(arrays), call=call)
-
-
-ad.primitive_jvps[triton_call_p] = _no_derivative
-primitive_batchers[triton_call_p] = functools.partial(vmap.batch, _bind)
-jax_compat.keep_unused(triton_call_p)
-jax_compat.discharge(triton_call_p, functools.partial(inplace.discharged, triton_call_p))
-lowering.register(triton_call_p)
 
 
 def triton_call(
@@ -171,9 +101,7 @@ def triton_call(
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
-    kwargs, out_type, backend_options, compute_capability = legacy.keywords(
-        kernel, kwargs, out_type, backend_options, compute_capability
-    )
+    kwargs, out_type, backend_options, compute_capability = keywords(kernel, kwargs, out_type, backend_options, compute_capability)
     given = {name: value for name, value in locals().items() if name in _KEYWORDS}
     if sharding_rule is not None:  # first: what follows is then about one shard
         return by_rule(triton_call, args, kwargs, given)
@@ -215,7 +143,7 @@ def triton_call(
         vmap_method=vmap_method,
         config_source=notes.config_source(),
     )
-    return tree.unflatten(_bind(arrays, call))
+    return tree.unflatten(bind_call(arrays, call))
 
 
 _KEYWORDS = tuple(name for name, p in inspect.signature(triton_call).parameters.items() if p.kind is p.KEYWORD_ONLY)

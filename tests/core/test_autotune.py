@@ -633,14 +633,15 @@ DISTRIBUTED = """
 import sys, jax
 process, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
-from jtops.core import agreement, autotune, target, timing
+from jtops.core import target
+from jtops.core.tuning import processes, settle, timing
 from jtops.errors import JtopsError
 from tests.core import test_autotune as t
 target.present = lambda: t.GPU
 timing.measure = lambda calls, *_: {name: float("BLOCK=256" not in name) for name in calls} if process == 0 else 1 / 0
-print(t.settled(t.called, t.X)[0]["BLOCK"], autotune.decisions()[0].source)
+print(t.settled(t.called, t.X)[0]["BLOCK"], settle.decisions()[0].source)
 if process == 1:
-    agreement.TIMEOUT_SECONDS = 1
+    processes.TIMEOUT_SECONDS = 1
     try:
         t.settled(t.called, t.X[:77])
     except JtopsError as error:
@@ -820,10 +821,10 @@ import jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
 import numpy as np
-from jtops.core import autotune
+from jtops.core.tuning import settle
 from tests.core import test_autotune as t
 np.testing.assert_array_equal(jax.jit(t.called)(t.X), t.X * 2)
-(decision,) = autotune.decisions()
+(decision,) = settle.decisions()
 print(decision.source, "/", decision.config, "/", events["/jax/compilation_cache/cache_misses"])
 """
 

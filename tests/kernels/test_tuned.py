@@ -13,6 +13,7 @@ import jtops
 from jtops import tune
 from jtops._compat import triton as triton_compat
 from jtops.core import cache, target
+from jtops.core.compile.content import content as kernels_content
 from jtops.core.tuning import table as tuning_table
 from jtops.errors import JtopsError
 from jtops.kernels._lib.frame import tuned
@@ -150,7 +151,7 @@ def kernel(x_ptr):
 
     def content(name, before="", size=16, more=1):
         (tmp_path / f"{name}.py").write_text(before + text.format(size=size, more=more))
-        return cache.content([__import__(name).kernel])
+        return kernels_content([__import__(name).kernel])
 
     first = content("kernels_a")
     assert content("kernels_b", before="# moved\n\n") == first

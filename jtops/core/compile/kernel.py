@@ -3,13 +3,15 @@
 import dataclasses
 import hashlib
 import inspect
-import re
 import threading
 from concurrent.futures import Future
 from typing import Any
 
 from jtops._compat import triton as triton_compat
 from jtops.core import cache
+from jtops.core.compile.content import constant_text, distinct_helpers
+from jtops.core.compile.disk import load_or_compile
+from jtops.core.compile.ptx_text import in_clusters, strip_ptx
 from jtops.core.target import Target
 from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
 from jtops.errors import KernelCompileError
@@ -107,9 +109,7 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
     return CompiledKernel(
         name=meta.name,
         target=target,
-        binary=_in_clusters(kernel, strip_ptx(compiled.asm["ptx"]), cluster)
-        if target.platform == "cuda"
-        else compiled.asm["hsaco"],
+        binary=in_clusters(kernel, strip_ptx(compiled.asm["ptx"]), cluster) if target.platform == "cuda" else compiled.asm["hsaco"],
         num_warps=meta.num_warps,  # warp specialisation raises it above the option: the launch needs this one
         num_ctas=meta.num_ctas,
         shared_bytes=meta.shared,
@@ -144,12 +144,12 @@ def _run_triton(kernel, bound, signature, folded, options, target):
         },
     )
     # Triton's key of a constant is its str: "1" as 1, and a tuple of helpers by their names.
-    told = [cache.constant_text(v) for v in constants.values() if isinstance(v, str | tuple)]
-    if extra := cache.distinct_helpers(kernel, constants.values()) + "".join(told):
+    told = [constant_text(v) for v in constants.values() if isinstance(v, str | tuple)]
+    if extra := distinct_helpers(kernel, constants.values()) + "".join(told):
         content = source.hash() + extra
         source.hash = lambda: hashlib.sha256(content.encode()).hexdigest()
     try:
-        return cache.load_or_compile(source, target.gpu_target, options)
+        return load_or_compile(source, target.gpu_target, options)
     except triton_compat.CompilationError:
         raise
     except Exception as error:
@@ -176,23 +176,3 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
     return KernelCompileError(
         f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
     )
-
-
-def _in_clusters(kernel, ptx: str, size: int) -> str:
-    """`ptx` whose kernel says of itself that its launches form clusters: so does every launch path, knowing nothing of it."""
-    if size == 1:
-        return ptx
-    asked, count = re.subn(r"^(\s*\.reqntid [\d, ]+)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx, flags=re.M)
-    if count != 1:
-        raise KernelCompileError(f"kernel {kernel.__name__}: cluster_size={size} needs PTX of one kernel; this has {count}.")
-    return asked
-
-
-_PTX_DEBUG_LINE = re.compile(r"^\s*(?:\.(?:loc|file)\s.*|\$L__(?:tmp|func_begin|func_end)\d+:|//.*)$")
-
-
-def strip_ptx(ptx: str) -> str:
-    """`ptx` without line tables and comments: smaller, quicker to launch, and the same on every host (line tables hold paths)."""
-    code = ptx.split("\n\t.section\t.debug", 1)[0]  # LLVM writes debug sections last
-    lines = (line.split("//", 1)[0].rstrip() for line in code.split("\n") if not _PTX_DEBUG_LINE.match(line))
-    return "\n".join(line for line in lines if line) + "\n"

@@ -10,8 +10,11 @@ import jax
 from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
 from jtops.core.compile import kernel as core_compile
-from jtops.core.launch.binding import launch_options, normalize_grid
-from jtops.core.launch.lowering import hsaco_file, launched_kernel, lower_gpu
+from jtops.core.launch.binding import normalize_grid
+from jtops.core.launch.ffi import hsaco_file, launched_kernel
+from jtops.core.launch.lowering import lower_gpu
+from jtops.core.launch.options import launch_options
+from jtops.core.launch.record import KernelCall
 from jtops.core.target import Target, requested, resolve
 from jtops.core.types import Bound, Constexpr, Operand, Result, Scalar, leaves, specialization, triton_type
 from jtops.errors import UnsupportedError
@@ -227,8 +230,6 @@ def triton_kernel_call_lowering(
     **metaparams: Any,
 ):
     """Lowering rule of a primitive with these parameters; aliases count arrays alone, aliased outputs have no parameter."""
-    from jtops.core.call import KernelCall  # noqa: PLC0415  call imports this module for its keywords
-
     del custom_call_target_name  # there is one
     function = triton_compat.kernel_function(fn)
     target = Target.parse(backend_init_func(device, compute_capability).target.arch)

@@ -160,17 +160,6 @@ def _check_results(name, rule, arrays, outs) -> None:
         )
 
 
-def refuse_sharded(name: str, avals) -> None:
-    """UnsupportedError for operands whose types are sharded: a kernel without a rule sees whole arrays alone."""
-    for i, aval in enumerate(avals):
-        if not isinstance(aval, jax_compat.AbstractRef) and any(axis is not None for axis in aval.sharding.spec):
-            raise UnsupportedError(
-                f"kernel {name}: operand {i} is sharded over explicit mesh axes, {aval.str_short(mesh_axis_types=True)}, and the "
-                "call has no rule for that. Give triton_call sharding_rule=jtops.ShardingRule(...), wrap your function in "
-                "jtops.sharded_call, call it in jax.shard_map, or jax.sharding.reshard the operand to be whole on every device."
-            )
-
-
 # ----------------------------------------------------------------------------------------------------------- the primitive
 
 sharded_p = Primitive("sharded_call")

@@ -24,7 +24,7 @@ from jtops import config
 from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
 from jtops.core import cache, target
-from jtops.core.cache import constant_text
+from jtops.core.compile.content import constant_text
 from jtops.core.sizes import next_power_of_2
 from jtops.core.tuning import processes, timing
 from jtops.core.tuning import table as tuning_table
