@@ -1,27 +1,14 @@
 """triton_call: a Triton kernel as a JAX operation."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
-from jtops import config
-from jtops._compat import triton as triton_compat
-from jtops.core import notes, target
-from jtops.core.launch import inplace, vmap
-from jtops.core.launch.binding import bind, called_grid, check_keywords, normalize_grid, out_array
-from jtops.core.launch.keywords import keywords
-from jtops.core.launch.options import launch_options
-from jtops.core.launch.primitive import bind_call
-from jtops.core.launch.record import KernelCall
+from jtops.core.launch import keywords
+from jtops.core.launch.request import GridOrFn, Request
 from jtops.core.launch.vmap import GridBatch
-from jtops.core.mesh.sharded import ShardingRule, by_rule
-from jtops.core.tuning import settle
-from jtops.core.types import Constexpr, Scalar
-
-Grid = int | Sequence[int]
-GridOrFn = Grid | Callable[[dict[str, Any]], Grid]
+from jtops.core.mesh import sharded
+from jtops.core.mesh.sharded import ShardingRule
+from jtops.core.target import Target
 
 
 def triton_call(
@@ -34,7 +21,7 @@ def triton_call(
     num_stages: int | None = None,
     num_ctas: int | None = None,
     cluster_size: int | None = None,
-    compute_capability: int | str | None = None,
+    compute_capability: int | str | Target | None = None,
     backend_options: Mapping[str, Any] | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
     zeroed_outputs: Sequence[int] | Callable[[dict[str, Any]], Sequence[int]] = (),
@@ -101,49 +88,27 @@ def triton_call(
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
-    kwargs, out_type, backend_options, compute_capability = keywords(kernel, kwargs, out_type, backend_options, compute_capability)
-    given = {name: value for name, value in locals().items() if name in _KEYWORDS}
-    if sharding_rule is not None:  # first: what follows is then about one shard
-        return by_rule(triton_call, args, kwargs, given)
-    if settle.is_decorated(kernel):
-        return settle.call(triton_call, args, kwargs, given)
-    function = triton_compat.kernel_function(kernel)
-    check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
-    options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug, cluster_size)
-    leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
-    outs = tuple(out_array(function, leaf) for leaf in leaves)
-    wanted = inplace.checked_aliases(function, input_output_aliases, outs)
-    kwargs = vmap.with_strides(function, vmap_method, kwargs)
-    bound, arrays, aliases = bind(function, args, kwargs, options, leaves, wanted)
-    meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
-    grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
-    zeroed = inplace.zeroed_indices(function, zeroed_outputs, meta, outs)
-    vmap.check(function, vmap_method, bound, aliases, grid3)
-    if grid3[0] % (cluster := dict(options).get("cluster_size", 1)):
-        raise ValueError(
-            f"kernel {function.__name__}: a grid of {grid3} does not split into clusters of {cluster} along its first axis."
-        )
-    if 0 in grid3:
-        return tree.unflatten(inplace.without_launch(outs, aliases, zeroed, arrays))
-    call = KernelCall(
-        kernel=function,
-        bound=bound,
-        grid=grid3,
-        out_types=outs,
-        name=name or function.__name__,
-        options=options,
-        target=target.requested() if compute_capability is None else str(target.Target.parse(compute_capability)),
-        interpret=config.implementation.value == "interpret" if interpret is None else bool(interpret),
+    request = Request(
+        args=args,
+        kwargs=kwargs,
+        kernel=kernel,
+        out_type=out_type,
+        grid=grid,
+        name=name,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_ctas=num_ctas,
+        cluster_size=cluster_size,
+        compute_capability=compute_capability,
+        backend_options=backend_options,
+        input_output_aliases=input_output_aliases,
+        zeroed_outputs=zeroed_outputs,
+        interpret=interpret,
+        debug=debug,
         has_side_effect=has_side_effect,
-        cost=None if cost_estimate is None else tuple(sorted(cost_estimate.items())),
-        metadata=serialized_metadata,
-        aliases=aliases,
-        zeroed=zeroed,
-        launch=config.launch.value,
+        cost_estimate=cost_estimate,
+        serialized_metadata=serialized_metadata,
         vmap_method=vmap_method,
-        config_source=notes.config_source(),
+        sharding_rule=sharding_rule,
     )
-    return tree.unflatten(bind_call(arrays, call))
-
-
-_KEYWORDS = tuple(name for name, p in inspect.signature(triton_call).parameters.items() if p.kind is p.KEYWORD_ONLY)
+    return sharded.launch(keywords.renamed(request))

@@ -133,6 +133,11 @@ def _leaves(path, name, param):
         yield from _leaves((*path, i), name + (f"[{i}]" if param.kind is tuple else f".{param.kind._fields[i]}"), item)
 
 
+def is_shaped(value: Any) -> bool:
+    """Is it an array, or does it describe one?"""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
 def triton_type(dtype) -> str:
     """Triton's name of a JAX dtype; TypeError for a dtype Triton does not have."""
     try:

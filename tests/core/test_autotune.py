@@ -503,7 +503,7 @@ def test_in_place(interpret):
 
 def test_trials_in_place(gpu, monkeypatch):
     """Both ways of changing an array, and zeroed results, in trials that really run: here by the interpreter, on the CPU."""
-    real, function, found = gpu.real, settle._Problem.function, []
+    real, function, found = gpu.real, settle._Question.function, []
 
     def measure(calls, avals, device):
         found.append(real(calls, avals, jax.devices()[0]))
@@ -515,7 +515,7 @@ def test_trials_in_place(gpu, monkeypatch):
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "CHAIN", 2)
     monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(settle._Problem, "function", interpreted)
+    monkeypatch.setattr(settle._Question, "function", interpreted)
     kernel = triton.autotune(configs[:2], key=["n"])(doubling)
     given = {"grid": lambda meta: triton.cdiv(128, meta["BLOCK"]), "n": 128, "kernel": kernel}
     x = jnp.arange(128.0)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -208,8 +209,7 @@ def test_lowering_is_the_same_on_the_gpu_and_elsewhere(monkeypatch):
     path.write_text(path.read_text().replace("sm_90", "sm_100"))
     fresh = lambda: functools.partial(jtops.softmax)  # JAX remembers what it has lowered
     named = lowered.text(fresh(), x)
-    monkeypatch.setattr(target, "_present", lambda _: target.Target(90))
-    monkeypatch.setattr(target, "device_kind", lambda _: H200)
+    monkeypatch.setattr(target, "gpus", lambda _: [types.SimpleNamespace(compute_capability="9.0", device_kind=H200)])
     there = jax.jit(fresh()).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert there == named
     (tuned.SHIPPED / "NVIDIA_H200.json").unlink()

@@ -12,7 +12,7 @@ from jtops._compat import triton as triton_compat
 from jtops.core.descriptor import TensorDescriptor, bound_descriptor
 from jtops.core.launch.inplace import alias_pairs
 from jtops.core.launch.options import check_hashable, nearest
-from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, triton_type
+from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, is_shaped, triton_type
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
@@ -33,7 +33,7 @@ def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, in
 def out_array(kernel, leaf) -> jax.ShapeDtypeStruct:
     """The type of the array that a leaf of `out_type` asks for; TypeError if it asks for none."""
     leaf = leaf.base if isinstance(leaf, TensorDescriptor) else leaf
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    if not is_shaped(leaf):
         raise TypeError(f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}.")
     triton_type(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -66,7 +66,7 @@ def _why(call, compiled, platform, buffers) -> str:
 def lower_host(ctx, *operands, call):
     """Lowering rule for CPU and every other platform."""
     if not call.interpret:
-        platform = Target.parse(call.target).platform if call.target else "cuda"
+        platform = call.target.platform if call.target else "cuda"
         raise UnsupportedError(
             f"triton_call of kernel {call.kernel.__name__}: lowering for {_platform(ctx)}, which runs no Triton kernels. "
             "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU; to lower for one "

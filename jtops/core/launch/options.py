@@ -8,7 +8,7 @@ from jtops._compat import triton as triton_compat
 
 
 def launch_options(
-    kernel, num_warps, num_stages, num_ctas, backend_options, debug=False, cluster_size=None
+    kernel, *, num_warps=None, num_stages=None, num_ctas=None, cluster_size=None, backend_options=None, debug=False
 ) -> tuple[tuple[str, Any], ...]:
     """The compiler options that a call names, checked, sorted by name."""
     named = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas, "cluster_size": cluster_size}

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jtops.core.launch.vmap import GridBatch
+from jtops.core.target import Target
 from jtops.core.types import Bound
 
 
@@ -19,7 +20,7 @@ class KernelCall:
     out_types: tuple[jax.ShapeDtypeStruct, ...]
     name: str
     options: tuple[tuple[str, Any], ...]
-    target: str | None
+    target: Target | None  # the one asked for; None: this process' own GPU
     interpret: bool
     has_side_effect: bool
     cost: tuple[tuple[str, int], ...] | None

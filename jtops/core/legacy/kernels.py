@@ -33,8 +33,7 @@ class CompilationResult:
 
 
 def _gpu_target(platform: str, compute_capability, num_ctas: int = 1):
-    name = requested() if compute_capability is None else str(Target.parse(compute_capability))
-    target = resolve(platform, name)
+    target = resolve(platform, requested() if compute_capability is None else Target.parse(compute_capability))
     if num_ctas > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
         raise ValueError(f"num_ctas={num_ctas} needs clusters, from sm_90 on; the target is {target}.")
     return target.gpu_target
@@ -164,7 +163,8 @@ def get_or_create_triton_kernel(
     target = Target.parse(backend_init_func(device, compute_capability).target.arch)
     if target.platform != platform:
         raise ValueError(f"platform is {platform!r}, but the backend is for {target}.")
-    options = launch_options(function, num_warps, num_stages, num_ctas, {"enable_fp_fusion": enable_fp_fusion})
+    fusion = {"enable_fp_fusion": enable_fp_fusion}
+    options = launch_options(function, num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, backend_options=fusion)
     bound, types = _bound(function, arg_dtypes, scalar_args, metaparams, len(arg_dtypes))
     compiled = core_compile.compile_kernel(function, bound, types, options, target)
     if dump:
@@ -241,14 +241,18 @@ def triton_kernel_call_lowering(
     kinds += [f"*{triton_type(out_shapes[i].dtype)}" for i in free]
     bound, _ = _bound(function, kinds, scalar_args, metaparams, len(array_args))
     bound = tuple((n, Result(free[p.index]) if isinstance(p, Result) else p) for n, p in bound)
+    fusion = {"enable_fp_fusion": enable_fp_fusion}
+    options = launch_options(
+        function, num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, backend_options=fusion, debug=debug
+    )
     call = KernelCall(
         kernel=function,
         bound=bound,
         grid=normalize_grid(grid(metaparams) if callable(grid) else grid, function.__name__),
         out_types=tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in out_shapes),
         name=name or function.__name__,
-        options=launch_options(function, num_warps, num_stages, num_ctas, {"enable_fp_fusion": enable_fp_fusion}, debug),
-        target=str(target),
+        options=options,
+        target=target,
         interpret=False,
         has_side_effect=has_side_effect,
         cost=None,

@@ -77,7 +77,7 @@ class Call:
     present: tuple[bool, ...]  # which operands were given
     options: tuple[tuple[str, Any], ...]
     implementation: str | None
-    target: str | None
+    target: target.Target | None
     config: Any
     wrt: tuple[bool, ...] = ()  # over given operands: which are differentiated
     live: tuple[bool, ...] = ()  # over outs: which have a tangent or cotangent
