@@ -2,6 +2,9 @@
 
 import dataclasses
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,3 +49,22 @@ def count(**more: float) -> None:
     global _counts  # noqa: PLW0603
     with _lock:
         _counts = dataclasses.replace(_counts, **{k: getattr(_counts, k) + v for k, v in more.items()})
+
+
+def once(memory: dict, key: Any, make: Callable[[], Any], found: Callable[[], None] = lambda: None) -> Any:
+    """``make()``, whose result `memory` keeps under `key`; ``found()`` is called where another call makes or made it.
+
+    Threads that ask for one key at the same time share the result, or the error, which is not kept.
+    """
+    with _lock:  # never held while making
+        future, mine = (memory[key], False) if key in memory else (memory.setdefault(key, Future()), True)
+    if not mine:
+        found()
+        return future.result()
+    try:
+        future.set_result(make())
+    except BaseException as error:
+        with _lock:
+            memory.pop(key, None)
+        future.set_exception(error)
+    return future.result()

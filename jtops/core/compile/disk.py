@@ -21,13 +21,7 @@ log = logging.getLogger("jtops.cache")
 def load_or_compile(source, target, options: dict[str, Any]):
     """``triton.compile`` that counts, and does not trust a damaged entry of the disk cache."""
     start, runs = time.perf_counter(), []
-    make_ir = source.make_ir
-
-    def noted(*args, **kwargs):  # Triton asks for the IR only where its disk cache has no entry
-        runs.append(True)
-        return make_ir(*args, **kwargs)
-
-    source.make_ir = noted
+    triton_compat.when_compiled(source, lambda: runs.append(True))
     damage: str | None = None
     try:
         compiled = triton_compat.compile_source(source, target, options)

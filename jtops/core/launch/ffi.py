@@ -10,7 +10,7 @@ import zlib
 from jtops._compat import jax as jax_compat
 from jtops.core.compile.kernel import CompiledKernel
 from jtops.core.descriptor import launch_parameters
-from jtops.core.types import Descriptor, Operand, Result, Scalar, leaves, specialization
+from jtops.core.types import Descriptor, Operand, Parameter, Result, Scalar
 
 TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
 
@@ -36,20 +36,19 @@ def launched_kernel(compiled: CompiledKernel):
     )
 
 
-def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
+def launch_record(call, parameters: tuple[Parameter, ...], compiled: CompiledKernel, out_avals) -> bytes:
     """jaxlib's serialized launch: machine code, grid and parameters."""
     lib = jax_compat.gpu_triton
     descriptors = iter(compiled.descriptors or itertools.repeat(None))
-    parameters: list = []
-    for path, name, param in leaves(call.bound):
-        if isinstance(param, Descriptor):
-            parameters += launch_parameters(lib, param, next(descriptors))
-        elif isinstance(param, Operand | Result):
-            aligned = specialization(param, call.kernel.params[path[0]]) is not None
-            parameters.append(lib.create_array_parameter(bytes_to_zero(call, param, out_avals), 16 if aligned else 0))
-        elif isinstance(param, Scalar) and name not in compiled.folded:
-            parameters.append(lib.create_scalar_parameter(param.value, param.type))
-    return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, parameters).to_proto(call.name, call.metadata)
+    made: list = []
+    for p in parameters:
+        if isinstance(p.value, Descriptor):
+            made += launch_parameters(lib, p.value, next(descriptors))
+        elif isinstance(p.value, Operand | Result):
+            made.append(lib.create_array_parameter(bytes_to_zero(call, p.value, out_avals), 16 if p.aligned else 0))
+        elif isinstance(p.value, Scalar) and p.name not in compiled.folded:
+            made.append(lib.create_scalar_parameter(p.value.value, p.value.type))
+    return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, made).to_proto(call.name, call.metadata)
 
 
 def stored_zlib(data: bytes) -> bytes:

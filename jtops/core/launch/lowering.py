@@ -21,7 +21,7 @@ from jtops.core.interpret import host_call
 from jtops.core.interpret import run as interpreter
 from jtops.core.launch import ffi, ptx
 from jtops.core.target import Target, resolve
-from jtops.core.types import Constexpr, Descriptor, Operand, Result, array_of, leaves, triton_type
+from jtops.core.types import Constexpr, Descriptor, Operand, Parameter, Result, array_of, leaves, parameters, triton_type
 from jtops.errors import UnsupportedError
 
 export_checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (ffi.TARGET, ptx.TARGET)]
@@ -38,29 +38,27 @@ def lower_gpu(ctx, *operands, call, platform):
         raise UnsupportedError(
             f"lowering for {platform} needs jaxlib's GPU plugin: install jtops[{platform}13] or jax-{platform}13-plugin."
         )
-    compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
-    inner, values, aliases, order = in_buffer_order(ctx, operands, call)
-    buffers = len(inner.avals_in) + len(inner.avals_out)
-    text = ptx.chosen_text(call, compiled, buffers)
+    made, compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
+    inner, values, aliases, order = in_buffer_order(ctx, operands, call, made)
+    text, unfit = ptx.chosen(call, made, compiled, len(inner.avals_in) + len(inner.avals_out))
     path = ffi.TARGET if text is None else ptx.TARGET
-    notes.add(call.name, path, functools.partial(_why, call, compiled, platform, buffers), platform, call, compiled)
+    notes.add(call.name, path, _why(call, platform, unfit), platform, call, compiled)
     if text is not None:
         results = ptx.lower(inner, values, call, compiled, text, aliases)
     else:
-        record = ffi.launch_record(call, compiled, ctx.avals_out)
+        record = ffi.launch_record(call, made, compiled, ctx.avals_out)
         extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
         results = rule(inner, *values, opaque=ffi.stored_zlib(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
 
 
-def _why(call, compiled, platform, buffers) -> str:
+def _why(call, platform: str, unfit: str | None) -> str:
     """Why a kernel is launched, and by the path that it is, for `explain`."""
     said = f"the program is for {platform}"
     if call.launch:
         return f'{said}; jtops.config.launch("{call.launch}")'
-    reason = ptx.unfit(call, compiled, buffers)
-    return f"{said}; not by XLA's own call: {reason}" if reason else said
+    return f"{said}; not by XLA's own call: {unfit}" if unfit else said
 
 
 def lower_host(ctx, *operands, call):
@@ -88,17 +86,19 @@ def _interpreted(call, out_avals, *operands):
     return tuple(outputs)
 
 
-def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
-    """The machine code of a bound call."""
-    types = {}
-    for _, name, param in leaves(call.bound):
-        if array := array_of(param):
-            dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
-            types[name] = descriptor_type(param, dtype) if isinstance(param, Descriptor) else f"*{triton_type(dtype)}"
-    return dump.noted(call, types, compile_kernel(call.kernel, call.bound, types, call.options, target))
+def compile_for(call, in_avals, out_avals, target: Target) -> tuple[tuple[Parameter, ...], CompiledKernel]:
+    """The parameters of a bound call, and its machine code."""
+
+    def type_of_array(_, value):
+        array: Any = array_of(value)
+        dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
+        return descriptor_type(value, dtype) if isinstance(value, Descriptor) else f"*{triton_type(dtype)}"
+
+    made = parameters(call.kernel, call.bound, type_of_array)
+    return made, dump.noted(call, made, compile_kernel(call.kernel, call.bound, made, call.options, target))
 
 
-def in_buffer_order(ctx, operands, call) -> tuple[Any, list, dict[int, int], list[int]]:
+def in_buffer_order(ctx, operands, call, parameters) -> tuple[Any, list, dict[int, int], list[int]]:
     """What a custom call must take and give so that its buffers stand in the order of the kernel's pointers.
 
     XLA hands over the operands, then the results, and a launch gives them to the kernel's pointers one after the other. So
@@ -108,7 +108,7 @@ def in_buffer_order(ctx, operands, call) -> tuple[Any, list, dict[int, int], lis
 
     Returns (lowering context of the custom call, its operands, its aliases, the output that each of its results is).
     """
-    pointers = [(a, isinstance(p, Descriptor)) for _, _, p in leaves(call.bound) if (a := array_of(p))]
+    pointers = [(a, isinstance(p.value, Descriptor)) for p in parameters if (a := array_of(p.value))]
     zero = [described and ffi.bytes_to_zero(call, a, ctx.avals_out) > 0 for a, described in pointers]
     taken = max((i + 1 for i, (a, _) in enumerate(pointers) if isinstance(a, Operand) or zero[i]), default=0)
     shared = dict(call.aliases)

@@ -9,14 +9,14 @@ import jax
 
 from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
-from jtops.core.compile import kernel as core_compile
+from jtops.core.compile.kernel import compile_kernel
 from jtops.core.launch.binding import normalize_grid
 from jtops.core.launch.ffi import hsaco_file, launched_kernel
 from jtops.core.launch.lowering import lower_gpu
 from jtops.core.launch.options import launch_options
 from jtops.core.launch.record import KernelCall
 from jtops.core.target import Target, requested, resolve
-from jtops.core.types import Bound, Constexpr, Operand, Result, Scalar, leaves, specialization, triton_type
+from jtops.core.types import Bound, Constexpr, Operand, Result, Scalar, parameters, triton_type
 from jtops.errors import UnsupportedError
 
 
@@ -166,11 +166,11 @@ def get_or_create_triton_kernel(
     fusion = {"enable_fp_fusion": enable_fp_fusion}
     options = launch_options(function, num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, backend_options=fusion)
     bound, types = _bound(function, arg_dtypes, scalar_args, metaparams, len(arg_dtypes))
-    compiled = core_compile.compile_kernel(function, bound, types, options, target)
+    made = parameters(function, bound, lambda name, _: types[name])
+    compiled = compile_kernel(function, bound, made, options, target)
     if dump:
         print("\n".join(str(compiled.triton_kernel.asm[s]) for s in ("ttir", "ttgir", "llir") if s in compiled.triton_kernel.asm))
-    declared = function.params
-    return launched_kernel(compiled), {path: specialization(p, declared[path[0]]) or [] for path, _, p in leaves(bound)}
+    return launched_kernel(compiled), {p.path: [["tt.divisibility", 16]] if p.aligned else [] for p in made}
 
 
 def make_autotuner_configs(fn, metaparams: Mapping[str, Any], named_args: Mapping[str, Any]) -> list:

@@ -51,7 +51,6 @@ class Decision:
 
 
 _decisions: dict[Any, concurrent.futures.Future] = cache.store({})
-_lock = threading.Lock()  # guards the dict, never held while deciding
 _timing = threading.Lock()  # one trial at a time: two would time each other
 
 
@@ -256,37 +255,26 @@ def _described(plan: Plan) -> str:
     return f"{arrays} {constants}"
 
 
-def _settled(problem: _Question) -> Candidate:
+def _settled(question: _Question) -> Candidate:
     """The candidate to use; decided once per process, whoever asks and however many threads ask at once."""
     policy = config.tuning.value or "cached"
-    key = (problem.kernel, problem.text, problem.fingerprint, problem.device_kind, policy)
-    with _lock:
-        future, mine = (
-            (_decisions[key], False) if key in _decisions else (_decisions.setdefault(key, concurrent.futures.Future()), True)
-        )
-    if mine:
-        try:
-            future.set_result(_decide(problem, policy))
-        except BaseException as error:
-            with _lock:
-                _decisions.pop(key, None)
-            future.set_exception(error)
-    return problem.labels[future.result().config]
+    key = (question.kernel, question.text, question.fingerprint, question.device_kind, policy)
+    return question.labels[cache.once(_decisions, key, lambda: _decide(question, policy)).config]
 
 
-def _decide(problem: _Question, policy: str) -> Decision:
-    decide = lambda: _decide_alone(problem, policy)
+def _decide(question: _Question, policy: str) -> Decision:
+    decide = lambda: _decide_alone(question, policy)
     if (shared := jax_compat.distributed_client()) is None:
         return decide()
-    name = f"jtops/tuning/{policy}/{tuning_table.digest(problem.kernel + problem.text)}"
-    made = processes.of_process_0(shared, name, problem.kernel, problem.fingerprint, decide)
-    return made if isinstance(made, Decision) else problem._decision(made, "process 0")
+    name = f"jtops/tuning/{policy}/{tuning_table.digest(question.kernel + question.text)}"
+    made = processes.of_process_0(shared, name, question.kernel, question.fingerprint, decide)
+    return made if isinstance(made, Decision) else question._decision(made, "process 0")
 
 
-def _decide_alone(problem: _Question, policy: str) -> Decision:
+def _decide_alone(question: _Question, policy: str) -> Decision:
     entry = None
-    if policy != "always" and problem.target is not None:
-        entry = tuning_table.load(problem.kernel, problem.text, problem.fingerprint, problem.device_kind)
-    if entry is not None and entry["config"] in problem.labels:
-        return problem._decision(entry["config"], "table", entry["seconds"])
-    return problem.timed() if problem.local and policy != "never" else problem.first_valid()
+    if policy != "always" and question.target is not None:
+        entry = tuning_table.load(question.kernel, question.text, question.fingerprint, question.device_kind)
+    if entry is not None and entry["config"] in question.labels:
+        return question._decision(entry["config"], "table", entry["seconds"])
+    return question.timed() if question.local and policy != "never" else question.first_valid()
