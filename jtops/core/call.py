@@ -46,7 +46,8 @@ def triton_call(
 
     Args:
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
-        and tuples of these, which the kernel gets as tuples.
+        and tuples of these, which the kernel gets as tuples, NamedTuples with their fields. In a tuple a ``tl.constexpr``, a
+        boolean, a string and None are constants.
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
         config is settled while tracing (`jtops.core.tuning.settle`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same

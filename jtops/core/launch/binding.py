@@ -115,18 +115,22 @@ def _described(kernel, name, given, array) -> Descriptor:
     return bound_descriptor(given, array, triton_compat.is_gluon(kernel), f"kernel {kernel.__name__}: parameter {name!r}")
 
 
-def _bind_one(kernel, param, value, arrays):
-    value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+def _bind_one(kernel, param, value, arrays, inside=False):
+    """The record of a value. `inside` a tuple, where nothing is declared, a ``tl.constexpr`` and a boolean are constants."""
+    wrapped = type(value).__name__ == "constexpr"
+    value = getattr(value, "value", value) if wrapped else value
+    value = bool(value) if isinstance(value, np.bool_) else value
+    constant = param.is_constexpr or (inside and (wrapped or isinstance(value, bool)))
     if isinstance(value, jax_compat.TransformedRef):
         raise TypeError(f"kernel {kernel.__name__}: parameter {param.name!r} takes a whole Ref; got a part of one, {value}.")
-    if isinstance(value, tuple | list) and value and not param.is_constexpr:
-        items = tuple(_bind_one(kernel, param, item, arrays) for item in value)
+    if isinstance(value, tuple | list) and value and not constant:
+        items = tuple(_bind_one(kernel, param, item, arrays, inside=True) for item in value)
         return Items(items, type(value) if hasattr(value, "_fields") else tuple)
     if isinstance(value, TensorDescriptor):
         arrays.append(value.base)
         return _described(kernel, param.name, value, Operand(len(arrays) - 1))
-    if isinstance(value, jax.Array | jax.Ref) or (isinstance(value, np.ndarray) and not param.is_constexpr):
-        if param.is_constexpr:
+    if isinstance(value, jax.Array | jax.Ref) or (isinstance(value, np.ndarray) and not constant):
+        if constant:
             raise TypeError(
                 f"kernel {kernel.__name__}: parameter {param.name!r} is a compile-time constant, but got an array or traced value "
                 f"{value!r}; pass a Python number, or make the parameter a pointer."
@@ -134,7 +138,7 @@ def _bind_one(kernel, param, value, arrays):
         triton_type(value.dtype)
         arrays.append(value)
         return Operand(len(arrays) - 1)
-    if param.is_constexpr or value is None or isinstance(value, str):
+    if constant or value is None or isinstance(value, str):
         check_hashable(kernel, f"parameter {param.name!r}", value)
         return Constexpr(value)
     scalar = as_scalar(value, param.annotation_type)
