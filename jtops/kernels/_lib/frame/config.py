@@ -19,8 +19,9 @@ class Config:
             raise ValueError(f"Config: cluster_size must be an int from 1 to 8; got {cluster_size!r}.")
         powers: dict[str, Any] = {"num_warps": num_warps, **blocks}
         for name, value in powers.items():
-            if not isinstance(value, int) or value < 1 or (name != "PROGRAMS" and value & (value - 1)):
-                rule = "positive" if name == "PROGRAMS" else "a power of two"
+            power = name not in ("PROGRAMS", "WARPGROUPS")  # a block is one of these; a number of workers need not be
+            if not isinstance(value, int) or value < 1 or (power and value & (value - 1)):
+                rule = "a power of two" if power else "positive"
                 raise ValueError(f"Config: {name} must be {rule}; got {value!r}.")
         self._items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size}.items()))
         self.source = "heuristic"
