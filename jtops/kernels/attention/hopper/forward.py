@@ -452,7 +452,7 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
             release(buffers.k, j, more)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["q", "k", "v", "mask", "sizes"])  # one kernel for all sizes
 def forward_kernel(
     q, k, v, mask, sizes, scale2, out, lse_ptr, counter,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, CUT: gl.constexpr, DYNAMIC: gl.constexpr,
@@ -548,7 +548,6 @@ def run(launch: Launch, config: Config, q, k, v, q_ids, kv_ids, q_lengths, kv_le
     o, batch, block_n, warpgroups = launch.options, launch.batch, config["BLOCK_N"], config["WARPGROUPS"]
     block = head_block(max(d, e))
     rows = [Rows(r.inner, r.own) for r in (r or OperandRows(1, 1, 1) for r in launch.rows)]
-    far = o["q_size"] + t  # a wider window sees no more
 
     def described(x, size):
         return TensorDescriptor.from_array(x, (1, size, 1, block))
@@ -557,8 +556,8 @@ def run(launch: Launch, config: Config, q, k, v, q_ids, kv_ids, q_lengths, kv_le
         return None if x is None else Operand(x, row)
 
     mask = Mask(
-        left=None if o["left"] is None else min(o["left"], far),
-        right=None if o["right"] is None else min(o["right"], far),
+        left=o["left"],
+        right=o["right"],
         align="bottom_right" if o["bottom_right"] else None,
         q_lengths=lengths(q_lengths, rows[5]),
         kv_lengths=lengths(kv_lengths, rows[6]),
