@@ -33,9 +33,7 @@ def rescale_rows(acc, factor):
     """
     n: gl.constexpr = acc.shape[1] // 2
     factors = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)).expand_dims(1) + gl.zeros_like(acc)
-    return gl.inline_asm_elementwise(
-        _rescale_asm(n), _in_place(n, "f"), [acc, factors], dtype=gl.float32, is_pure=False, pack=n
-    )
+    return gl.inline_asm_elementwise(_rescale_asm(n), _in_place(n, "f"), [acc, factors], dtype=gl.float32, is_pure=False, pack=n)
 
 
 @gluon.constexpr_function

@@ -1,9 +1,9 @@
 """A ring of tiles in shared memory, between the warp that moves them and the warpgroups that use them.
 
-Slot ``i % stages`` holds the i-th tile. It has two mbarriers: `full` completes when the tile's bytes have arrived, `empty` when every
-user has let go of it. Both sides count i from 0 and never have to tell each other: the i-th tile is the ``i // stages``-th in its slot,
-and the parity of that number says which phase of the barrier to wait for. Before the first arrival a barrier counts as having
-completed a phase of parity 1, which is why an empty ring lets the mover begin.
+Slot ``i % stages`` holds the i-th tile. It has two mbarriers: `full` completes when the tile's bytes have arrived, `empty` when
+every user has let go of it. Both sides count i from 0 and never have to tell each other: the i-th tile is the ``i // stages``-th in
+its slot, and the parity of that number says which phase of the barrier to wait for. Before the first arrival a barrier counts as
+having completed a phase of parity 1, which is why an empty ring lets the mover begin.
 """
 
 from jtops._compat.gluon import aggregate, allocate_barriers, gl, gluon, mbarrier

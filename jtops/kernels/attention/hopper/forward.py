@@ -26,9 +26,9 @@ product waits until O is stored.
 The maximum of a row is kept until it has grown by more than 8 (base 2), so O is rarely rescaled: probabilities then are up to 256
 times too large, and so is the sum that they are divided by. Row sums are kept per lane and added up once a tile.
 
-Which keys a query sees (`Mask`): those from ``max(0, i + shift - left)`` to before ``min(kv_length, i + shift + right + 1)``, for query i of
-this shard. Blocks begin at multiples of BLOCK_N. CUT says which blocks the mask can cut: "none"; "first", only the first that a
-warpgroup walks, so that the loop has no masks; "any", where each block asks whether it needs one.
+Which keys a query sees (`Mask`): query i of this shard those from ``max(0, i + shift - left)`` to before
+``min(kv_length, i + shift + right + 1)``. Blocks begin at multiples of BLOCK_N. CUT says which blocks the mask can cut: "none";
+"first", only the first that a warpgroup walks, so that the loop has no masks; "any", where each block asks whether it needs one.
 """
 
 import math
@@ -130,11 +130,13 @@ class Tile:
 
 @gluon.jit
 def row_of(operand, b):
+    """The operand's row that serves batch element b."""
     return b // operand.rows.inner % operand.rows.own
 
 
 @gluon.jit
 def count_of_tiles(sizes, WARPGROUPS: gl.constexpr):
+    """Of the call."""
     return sizes.batch * sizes.h * gl.cdiv(sizes.s, 64 * WARPGROUPS)
 
 
@@ -197,6 +199,7 @@ class Buffers:
 
 @gluon.jit
 def load(operand, b, row, head, ring, i):
+    """Fetch rows of one head, from `row` on, into the ring as its i-th tile."""
     wait_empty(ring, i)
     slot = i % ring.tiles.shape[0]
     mbarrier.expect(ring.full.index(slot), operand.array.block_type.nbytes)
@@ -298,22 +301,19 @@ def softmax(s, top, total, scale2, GUARD: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def skip(buffers, tile, j, mask, WARPGROUPS: gl.constexpr, CUT: gl.constexpr, W: gl.constexpr):
-    """Let go of the leading block of keys that lies beyond this warpgroup's queries, though not beyond the tile's.
+def skipped_blocks(tile, mask, BLOCK_N: gl.constexpr, W: gl.constexpr):
+    """How many blocks of keys, 0 or 1, lie beyond the queries of this warpgroup, though not beyond the tile's.
 
-    -> (how many blocks, 0 or 1; the next one). More would never come back: their V need the one that is still in use.
+    With two the mover would wait for V to be given back that is in use until this warpgroup has their successor.
     """
-    BLOCK_N: gl.constexpr = buffers.k.tiles.shape[2]
-    skipped = 0
-    if CUT == "first" and mask.right is not None and 64 * WARPGROUPS > BLOCK_N:
-        stop = gl.minimum(tile.kv_length, tile.row + 64 * (W + 1) + tile.shift + mask.right)
-        skipped = gl.minimum(gl.maximum(tile.blocks - gl.cdiv(stop, BLOCK_N), 0), tile.blocks - 1)
-    return skipped
+    stop = gl.minimum(tile.kv_length, tile.row + 64 * (W + 1) + tile.shift + mask.right)
+    return gl.minimum(gl.maximum(tile.blocks - gl.cdiv(stop, BLOCK_N), 0), tile.blocks - 1)
 
 
 @gluon.jit
 def give_back(buffers, j, count):
-    for x in range(count):
+    """Let go of `count` blocks of keys, from j on, as they come -> the next one."""
+    for _ in range(count):
         wait_full(buffers.k, j)
         release(buffers.k, j)
         wait_full(buffers.v, j)
@@ -357,8 +357,9 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
     j = 0
     t = gl.program_id(0)
     tile = locate(t, sizes, mask, WARPGROUPS, BLOCK_N, DYNAMIC)
-    skipped = skip(buffers, tile, j, mask, WARPGROUPS, CUT, W)
+    skipped = 0
     if SKIPS:
+        skipped = skipped_blocks(tile, mask, BLOCK_N, W)
         j = give_back(buffers, j, skipped)
     slot = gl.to_tensor(W)  # of q
     wait_full(buffers.q, W)
@@ -373,7 +374,7 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
         o = gl.zeros([64, E], gl.float32, layout=o_layout)
         s = masked(s, tile, key, mask, CUT, W)
         p, top, total, alpha = softmax(s, top, total, scale2, CUT != "none", dtype)
-        if mask.kv_lengths is not None:
+        if mask.kv_lengths is not None:  # noqa: SIM102 - known to the compiler, the other at run time
             if key + BLOCK_N > tile.kv_length:
                 wait_full(buffers.v, j)
                 clear_beyond(matrix(tile_of(buffers.v, j)), tile.kv_length - key)
@@ -409,10 +410,10 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
         slot = (i * WARPGROUPS + W) % buffers.q.tiles.shape[0]
         more = t < count
         tile = locate(t, sizes, mask, WARPGROUPS, BLOCK_N, DYNAMIC)
-        skipped = skip(buffers, tile, j, mask, WARPGROUPS, CUT, W)
+        skipped = 0
         if SKIPS:
-            if more:
-                j = give_back(buffers, j, skipped)
+            skipped = skipped_blocks(tile, mask, BLOCK_N, W)
+            j = give_back(buffers, j, gl.where(more, skipped, 0))
         if AHEAD:  # without a next tile the product is of old data, and nobody reads it
             wait_full(buffers.q, i * WARPGROUPS + W, more)
             wait_full(buffers.k, j, more)
@@ -541,9 +542,24 @@ def heuristic(d: int, e: int, s: int, masked: bool) -> Config:
     return Config(WARPGROUPS=3 if wide else 2, BLOCK_N=128, num_warps=4, num_stages=2)
 
 
+def check(config: Config) -> None:
+    """ValueError for tiles that this kernel does not have."""
+    warpgroups, block_n, stages = config["WARPGROUPS"], config["BLOCK_N"], config["num_stages"] or 1
+    if warpgroups not in (2, 3):
+        raise ValueError(f"attention: WARPGROUPS must be 2 or 3; got {config!r}.")
+    if block_n not in (64, 128, 256) or block_n < ROWS * (warpgroups - 1):
+        raise ValueError(
+            f"attention: BLOCK_N must be 64, 128 or 256, and at least {ROWS * (warpgroups - 1)} with WARPGROUPS={warpgroups}, of "
+            f"which each may let go of one block of keys that it does not see; got {config!r}."
+        )
+    if stages < 2:
+        raise ValueError(f"attention: num_stages must be at least 2, since tiles overlap; got {config!r}.")
+
+
 def run(launch: Launch, config: Config, q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index):
     """One launch -> (out, lse)."""
     del q_ids, kv_ids  # None, says `unfit`
+    check(config)
     (_, s, h, d), (_, t, g, e) = q.shape, v.shape
     o, batch, block_n, warpgroups = launch.options, launch.batch, config["BLOCK_N"], config["WARPGROUPS"]
     block = head_block(max(d, e))
@@ -567,6 +583,7 @@ def run(launch: Launch, config: Config, q, k, v, q_ids, kv_ids, q_lengths, kv_le
     section = min(next_power_of_2(batch * h), next_power_of_2(heads + 1) // 2)
     dynamic = any(x is not None for x in (mask.left, mask.right, mask.q_lengths, mask.kv_lengths))
     tiles = batch * h * cdiv(s, ROWS * warpgroups)
+    absent: dict[str, Any] = {} if dynamic else {"counter": None}
     out, lse, *_ = launch(
         forward_kernel,
         Operand(described(q, ROWS), rows[0]),
@@ -582,10 +599,10 @@ def run(launch: Launch, config: Config, q, k, v, q_ids, kv_ids, q_lengths, kv_le
             *([jax.ShapeDtypeStruct((1,), jnp.int32)] if dynamic else []),
         ],
         zeroed_outputs=(2,) if dynamic else (),
-        **({} if dynamic else {"counter": None}),
         grid=min(PROGRAMS, tiles),
         flops=2 * batch * h * s * t * (d + e),
         AHEAD=block < 256,
+        **absent,
         CUT=cuts(launch, s, t, block_n, q_lengths, kv_lengths),
         DYNAMIC=dynamic,
         REGISTERS=240 if warpgroups == 2 else 160,
