@@ -27,10 +27,11 @@ class AxisRule:
     @classmethod
     def of(cls, operands: Iterable[str], results: Iterable[str], residuals: Iterable[str], whole: str) -> "AxisRule":
         """From the dims of each array, apart by blanks: ``"s (g r) d"``; ``""`` for an array without dims."""
-        sides = [tuple(parse_arrays(dims or "()") for dims in side) for side in (operands, results, residuals)]
-        if not sides[0] or not sides[1] or any(len(arrays) != 1 for side in sides for arrays in side):
-            raise ValueError(f"an op needs operands and results, and the dims of one array for each; got {sides}.")
-        rule = cls(*(tuple(arrays[0] for arrays in side) for side in sides), frozenset(whole.split()))
+        texts = [tuple(side) for side in (operands, results, residuals)]
+        ins, outs, kept = (tuple(dims for text in side for dims in parse_arrays(text or "()")) for side in texts)
+        if not ins or not outs or [len(ins), len(outs), len(kept)] != [len(side) for side in texts]:
+            raise ValueError(f"an op needs operands and results, and the dims of one array for each; got {texts}.")
+        rule = cls(ins, outs, kept, frozenset(whole.split()))
         if not rule.whole <= rule.names:
             raise ValueError(f"no array has axes {', '.join(sorted(rule.whole - rule.names))}, which shall be whole.")
         return rule

@@ -113,7 +113,7 @@ def fused_op(
         rule, names = AxisRule.parse(axes, residuals, whole), None
         saved = tuple(saves)
     else:
-        kept = dict(residuals or {})
+        kept = dict(residuals) if isinstance(residuals, Mapping) else {}
         given = dict(operands or {}) | {f"{axis}_index": axis for axis in positions}
         rule = AxisRule.of(given.values(), (results or {}).values(), kept.values(), whole)
         saved = tuple(list(results or {}).index(result) for result in saves)
@@ -210,7 +210,7 @@ def bind(call: Call, *args):
 @fused_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     outs = out_types(call, types_of(avals))
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = partition.mesh_of(avals)
     if AxisType.Explicit not in mesh.axis_types:
         return [jax_compat.shaped_array(o.shape, o.dtype, jax_compat.varying_axes(avals[0])) for o in outs]
     primals = call.split(avals)[0]
