@@ -52,7 +52,6 @@ from jtops._compat.gluon import (
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.frame.launch import Config, Launch
-from jtops.kernels._lib.frame.launch import Rows as OperandRows
 from jtops.kernels._lib.hopper.accumulators import cut, rescale_rows
 from jtops.kernels._lib.hopper.pipeline import Ring, new_ring, release, tile_of, wait_empty, wait_full
 from jtops.kernels._lib.hopper.scheduler import draw, drawn, longest_first, new_queue, publish, take
@@ -413,6 +412,7 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
         skipped = 0
         if SKIPS:
             skipped = skipped_blocks(tile, mask, BLOCK_N, W)
+        if AHEAD and SKIPS:
             j = give_back(buffers, j, gl.where(more, skipped, 0))
         if AHEAD:  # without a next tile the product is of old data, and nobody reads it
             wait_full(buffers.q, i * WARPGROUPS + W, more)
@@ -446,6 +446,8 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
         else:
             tma_store_wait(0)
             mbarrier.arrive(buffers.q.empty.index(used), count=1)
+            if SKIPS:  # not before: the mover brings no keys of the next tile until q is free
+                j = give_back(buffers, j, gl.where(more, skipped, 0))
             wait_full(buffers.q, i * WARPGROUPS + W, more)
             wait_full(buffers.k, j, more)
             s = scores(buffers, slot, j)
@@ -563,7 +565,7 @@ def run(launch: Launch, config: Config, q, k, v, q_ids, kv_ids, q_lengths, kv_le
     (_, s, h, d), (_, t, g, e) = q.shape, v.shape
     o, batch, block_n, warpgroups = launch.options, launch.batch, config["BLOCK_N"], config["WARPGROUPS"]
     block = head_block(max(d, e))
-    rows = [Rows(r.inner, r.own) for r in (r or OperandRows(1, 1, 1) for r in launch.rows)]
+    rows = [Rows(1, 1) if r is None else Rows(r.inner, r.own) for r in launch.rows]
 
     def described(x, size):
         return TensorDescriptor.from_array(x, (1, size, 1, block))
