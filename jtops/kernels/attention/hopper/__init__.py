@@ -1,0 +1,1 @@
+"""Attention's kernels for Hopper GPUs (sm_90a), in Gluon."""
