@@ -501,7 +501,7 @@ def consumer(
 # ----------------------------------------------------------------------------------------------------------------- the kernel
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["shape", "rows", "window"])  # one kernel for all sizes
 def backward_kernel(
     inputs, turns_ptr, offset_ptr, dk_desc, dv_desc, shape, rows, window, scale, scale2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
@@ -556,7 +556,7 @@ def heuristic(head_dim: int) -> Config:
 def unfit(launch: Launch, q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index) -> str | None:
     """Why a call is not for these kernels; None if it is."""
     (_, s, h, d), (_, t, _, e) = q.shape, v.shape
-    lines = launch.batch * h * cdiv(s, 64) * 64
+    lines = launch.batch * h * cdiv(s, 128) * 128
     if launch.interpret:
         return "the interpreter runs no Gluon kernels"
     if launch.target.arch != 90:

@@ -11,7 +11,7 @@ share with the main kernel, by tile number ``line = (batch * heads + head) * til
 from jtops._compat.triton import tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s", "h"])
 def preprocess_kernel(
     out_ptr, do_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, s, h, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
 ):
@@ -41,7 +41,7 @@ def preprocess_kernel(
         tl.store(turns_ptr + line, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s", "h"])
 def postprocess_kernel(sums_ptr, dq_ptr, scale, s, h, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
     """dq = scale * sums, in q's dtype and order.
 
