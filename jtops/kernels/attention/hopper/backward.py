@@ -20,11 +20,11 @@ Buffers in shared memory, who fills and reads them, and the barriers that hand t
     dS                2      both consumers   both consumers   DS_FULL        DS_FULL of the next tile
     dQ                2      consumer i: i    mover            DQ_FULL + i    DQ_FREE + i       after TMA has read it
 
-Full barriers of loads are mbarriers, as TMA demands; all others are named barriers (bar.sync, bar.arrive), which cost a consumer one
-instruction. No side arrives at a named barrier twice before the other has synchronised: the consumers free slot i & 1 of Q after
-tile i, and again only after tile i + 2, whose load the mover issues once it has synchronised. Arrivals that nobody needs any more
-are left over when the program ends. Writing dS of tile i + 2 is safe after DS_FULL of tile i + 1, since each consumer comes there
-with its dQ of tile i done.
+Full barriers of loads are mbarriers, as TMA demands; all others are named barriers (bar.sync, bar.arrive), which cost a consumer
+one instruction. No side arrives at a named barrier twice before the other has synchronised, which would deadlock: the consumers
+free slot i & 1 of Q after tile i, and again only after tile i + 2, whose load the mover issues once it has synchronised. Of the
+last two tiles that arrival is left over when the program ends. Writing dS of tile i + 2 is safe after DS_FULL of tile i + 1, since
+each consumer comes there with its dQ of tile i done.
 
 One tile, transposed (keys are rows), as one consumer sees it; what is in flight on the tensor cores stands on the right::
 
@@ -41,15 +41,18 @@ What keeps it fast (each was measured): the mover is the default partition, sinc
 arithmetic on the tile's number, K and V by an opaque zero (`step >> 30`), else LLVM keeps 64 registers of addresses; masks are
 comparisons with immediates, and there is one loop, masked or not, since two spill; dq is stored in register order, 16 bytes a time.
 
-**The same bits every time** (DETERMINISTIC). dk and dv always are; reduce-adds of TMA come in any order, so dq is not, unless the
-blocks of keys take turns: `turns` counts for each tile of queries how many blocks have added to it, a block waits until all before
-it in its order have, and counts itself once its addition is in memory. Only the mover waits. The wait stands after the loads for
-tile i + 2, so nothing is loaded late, and before the addition of tile i, whose slot the consumers want back only at the end of
-tile i + 1: the turn may come almost a whole tile late at no cost. Nobody deadlocks: a block waits only for programs with smaller
-numbers, which the GPU starts first and never suspends for later ones. Without a right bound the order is that of the keys; each
-block then runs one turn behind the one before, a lag paid once, since the next programs start as these end, one after the other. With
-one (causal), a block starts at its diagonal, so the last block goes first: the one after it in order comes to each tile later by
-itself, and nobody waits. That gives up starting the longest blocks first, which is the order without DETERMINISTIC.
+**The same bits every time** (DETERMINISTIC). dk and dv always are. Reduce-adds of TMA come in any order, so dq is not, unless the
+blocks of keys take turns: `turns` counts, for each tile of queries, how many blocks have added to it; a block waits until all
+before it in its order have, and counts itself once its addition is in memory.
+
+* Where the wait sits: in the mover alone, after the loads for tile i + 2, so that nothing is loaded late, and before the addition
+  of tile i, whose slot the consumers want back only at the end of tile i + 1. A turn may come almost a whole tile late at no cost.
+* Why nobody deadlocks: a block waits only for programs with smaller numbers, which the GPU has started before, and which depend on
+  none of the later ones.
+* The order. With a bound on the right (causal) the last block goes first: each block starts at its diagonal, where it is the first
+  to add, and comes to every later tile after the block before it in order, which started there; nobody waits. That gives up
+  starting the longest blocks first, the order without DETERMINISTIC. Otherwise the first block goes first, and each runs one turn
+  behind the one before: a lag that is paid once, since the programs that follow start in the order in which these end.
 """
 
 from typing import Any, NamedTuple
@@ -175,7 +178,7 @@ class Shared:
 
 @aggregate
 class Work:
-    """What a program does: block `block` of the keys of head `kv_head` of batch element `b`, tiles `start` to `stop` of the queries."""
+    """A program's: block `block` of the keys of head `kv_head` of batch element `b`, and of the queries tiles `start` to `stop`."""
 
     b: gl.tensor
     kv_head: gl.tensor
@@ -234,26 +237,46 @@ def following(head, tile, work):
 # ------------------------------------------------------------------------------------------------------------------ the mover
 
 
+@aggregate
+class Source:
+    """Where a program's queries lie."""
+
+    q_row: gl.tensor
+    b: gl.tensor
+    first_head: gl.tensor
+    first_line: gl.tensor  # number of the first head's first tile among all tiles
+    tiles: gl.tensor  # of a head
+
+    @gluon.constexpr_function
+    def __init__(self, q_row, b, first_head, first_line, tiles):
+        self.q_row = q_row
+        self.b = b
+        self.first_head = first_head
+        self.first_line = first_line
+        self.tiles = tiles
+
+
 @gluon.jit
-def load_tile(x_desc, x_smem, line_desc, line_smem, full, slot, row, col, tile, line, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """A tile of q or do, and of lse or delta."""
+def load_tile(x_desc, x, line_desc, x_line, full, slot, row, source, head, tile):
+    """A tile of q or do with its lse or delta, of the group's head `head`."""
+    BLOCK_M: gl.constexpr = x.shape[2]
+    HEAD_DIM: gl.constexpr = x.shape[3]
+    line = source.first_line + head * source.tiles + tile
     mbarrier.expect(full.index(slot), BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4)
-    tma_load(x_desc, [row, tile * BLOCK_M, col], full.index(slot), x_smem.index(slot))
-    tma_load(line_desc, [line * BLOCK_M], full.index(slot), line_smem.index(slot))
+    tma_load(x_desc, [row, tile * BLOCK_M, (source.first_head + head) * HEAD_DIM], full.index(slot), x.index(slot))
+    tma_load(line_desc, [line * BLOCK_M], full.index(slot), x_line.index(slot))
 
 
 @gluon.jit
-def load_q(inputs, m, q_row, first_head, first_line, tiles, head, tile, slot, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr):
-    line = first_line + head * tiles + tile
-    col = (first_head + head) * HEAD_DIM
-    load_tile(inputs.q, m.q, inputs.lse, m.lse, m.q_full, slot, q_row, col, tile, line, BLOCK_M, HEAD_DIM)
+def load_q(inputs, m, slot, source, head, tile):
+    """A tile of q, and its lse."""
+    load_tile(inputs.q, m.q, inputs.lse, m.lse, m.q_full, slot, source.q_row, source, head, tile)
 
 
 @gluon.jit
-def load_do(inputs, m, b, first_head, first_line, tiles, head, tile, slot, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr):
-    line = first_line + head * tiles + tile
-    col = (first_head + head) * HEAD_DIM
-    load_tile(inputs.do, m.do, inputs.delta, m.delta, m.do_full, slot, b, col, tile, line, BLOCK_M, HEAD_DIM)
+def load_do(inputs, m, slot, source, head, tile):
+    """A tile of do, and its delta."""
+    load_tile(inputs.do, m.do, inputs.delta, m.delta, m.do_full, slot, source.b, source, head, tile)
 
 
 @gluon.jit
@@ -285,60 +308,65 @@ def end_turn(turns_ptr):
 
 
 @gluon.jit
+def turn_of(tile, work, t, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """How many blocks of keys add to a tile of queries before this one: the later ones that it sees, or the earlier ones."""
+    turn = work.block
+    if RIGHT:
+        last = ((tile + 1) * BLOCK_M + work.shift + window.right - 1) // BLOCK_N
+        turn = gl.minimum(gl.cdiv(t, BLOCK_N) - 1, last) - work.block
+    elif LEFT:
+        turn = work.block - gl.maximum(tile * BLOCK_M + work.shift - window.left, 0) // BLOCK_N
+    return turn
+
+
+@gluon.jit
 def mover(
-    inputs, turns_ptr, m, work, shape, rows, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    inputs, turns_ptr, m, work, shape, rows, window, LEFT: gl.constexpr, RIGHT: gl.constexpr, DETERMINISTIC: gl.constexpr
 ):  # fmt: skip
-    """Loads two tiles ahead of the consumers, and adds what they have made of dq."""
-    q_row = work.b // rows.q.inner % rows.q.own
-    k_row = work.b // rows.k.inner % rows.k.own
-    v_row = work.b // rows.v.inner % rows.v.own
+    """Loads two tiles ahead of the consumers, and adds to memory what they have made of dq."""
+    BLOCK_M: gl.constexpr = m.q.shape[2]
+    BLOCK_N: gl.constexpr = m.k.shape[2]
+    HEAD_DIM: gl.constexpr = m.q.shape[3]
     tiles = gl.cdiv(shape.s, BLOCK_M)
     first_head = work.kv_head * shape.group
     first_line = (work.b * shape.g * shape.group + first_head) * tiles
-    head = 0
+    source = Source(work.b // rows.q.inner % rows.q.own, work.b, first_head, first_line, tiles)
+    head = gl.to_tensor(0)
     tile = work.start
     if work.steps > 0:
-        load_q(inputs, m, q_row, first_head, first_line, tiles, head, tile, 0, BLOCK_M, HEAD_DIM)
+        load_q(inputs, m, 0, source, head, tile)
+    at_k = [work.b // rows.k.inner % rows.k.own, work.block * BLOCK_N, work.kv_head * HEAD_DIM]
+    at_v = [work.b // rows.v.inner % rows.v.own, work.block * BLOCK_N, work.kv_head * HEAD_DIM]
     mbarrier.expect(m.kv_full.index(0), 2 * BLOCK_N * HEAD_DIM * 2)
-    tma_load(inputs.k, [k_row, work.block * BLOCK_N, work.kv_head * HEAD_DIM], m.kv_full.index(0), m.k.index(0))
-    tma_load(inputs.v, [v_row, work.block * BLOCK_N, work.kv_head * HEAD_DIM], m.kv_full.index(0), m.v.index(0))
+    tma_load(inputs.k, at_k, m.kv_full.index(0), m.k.index(0))
+    tma_load(inputs.v, at_v, m.kv_full.index(0), m.v.index(0))
     if work.steps > 0:
-        load_do(inputs, m, work.b, first_head, first_line, tiles, head, tile, 0, BLOCK_M, HEAD_DIM)
+        load_do(inputs, m, 0, source, head, tile)
         for i in gl.static_range(2):
             named_barrier_arrive(DQ_FREE + i, 256)
-    ahead, ahead_tile = following(gl.to_tensor(0), work.start, work)
+    next_head, next_tile = following(head, tile, work)
     if work.steps > 1:
-        load_q(inputs, m, q_row, first_head, first_line, tiles, ahead, ahead_tile, 1, BLOCK_M, HEAD_DIM)
-        load_do(inputs, m, work.b, first_head, first_line, tiles, ahead, ahead_tile, 1, BLOCK_M, HEAD_DIM)
-    head = gl.to_tensor(0)
-    for step in range(0, work.steps):
+        load_q(inputs, m, 1, source, next_head, next_tile)
+        load_do(inputs, m, 1, source, next_head, next_tile)
+    for step in range(work.steps):
         slot = step & 1
         line = first_line + head * tiles + tile
-        ahead, ahead_tile = following(ahead, ahead_tile, work)
+        next_head, next_tile = following(next_head, next_tile, work)
         more = step + 2 < work.steps
         if more:
             named_barrier_sync(DO_FREE + slot, 384)
-            load_do(inputs, m, work.b, first_head, first_line, tiles, ahead, ahead_tile, slot, BLOCK_M, HEAD_DIM)
-        if DETERMINISTIC:  # the tile of q may not wait for a turn
+            load_do(inputs, m, slot, source, next_head, next_tile)
+        if DETERMINISTIC:  # q may not wait for a turn
             if more:
                 named_barrier_sync(Q_FREE + slot, 384)
-                load_q(inputs, m, q_row, first_head, first_line, tiles, ahead, ahead_tile, slot, BLOCK_M, HEAD_DIM)
-            if RIGHT:  # the last block that sees the tile is the first to add
-                last = gl.minimum(gl.cdiv(shape.t, BLOCK_N) - 1, ((tile + 1) * BLOCK_M + work.shift + window.right - 1) // BLOCK_N)
-                turn = last - work.block
-            elif LEFT:
-                turn = work.block - gl.maximum(tile * BLOCK_M + work.shift - window.left, 0) // BLOCK_N
-            else:
-                turn = work.block
-            await_turn(turns_ptr + line, turn)
+                load_q(inputs, m, slot, source, next_head, next_tile)
+            await_turn(turns_ptr + line, turn_of(tile, work, shape.t, window, BLOCK_M, BLOCK_N, LEFT, RIGHT))
         for i in gl.static_range(2):
             named_barrier_sync(DQ_FULL + i, 256)
             tma_reduce_add(inputs.sums, [(line * 2 + i) * 128, 0], m.dq.index(i))
-        if not DETERMINISTIC:
-            if more:
-                named_barrier_sync(Q_FREE + slot, 384)
-                load_q(inputs, m, q_row, first_head, first_line, tiles, ahead, ahead_tile, slot, BLOCK_M, HEAD_DIM)
+        if more and not DETERMINISTIC:
+            named_barrier_sync(Q_FREE + slot, 384)
+            load_q(inputs, m, slot, source, next_head, next_tile)
         for i in gl.static_range(2):
             tma_store_wait(1 - i)
             if step + 1 < work.steps:
@@ -355,9 +383,9 @@ def mover(
 def mask_assembly(n, left, right):
     """Of a thread's n scores, what lies outside of its query's window becomes -inf.
 
-    Score e is of query ``8 (e // 4) + e % 2`` past the thread's first, and of key 8 further if ``e & 2``. Operands: the scores, then
-    for each score its key minus the last that the first query sees, minus the first it sees, or both. Only two numbers of either
-    differ, so that the rest are immediates.
+    Score e is of query ``8 (e // 4) + e % 2`` past the thread's first, and of the key 8 further if ``e & 2``. Operands: the scores,
+    then for each score its key minus the last, or the first, or both, that the first query sees. Only two numbers of either differ:
+    what the query adds is an immediate.
     """
     text = "{ .reg .pred p; "
     for e in range(n):
@@ -372,12 +400,16 @@ def mask_assembly(n, left, right):
 
 @gluon.constexpr_function
 def mask_constraints(n, left, right):
+    """The registers of `mask_assembly`."""
     return ",".join(["=f"] * n + ["f"] * n + ["r"] * (n * (left + right)))
 
 
 @gluon.jit
 def masked(scores, past_last, past_first, first_query, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """`scores` (transposed), -inf where a query may not see the key. `past_last`, `past_first`: see `outside`."""
+    """`scores` (transposed), -inf where a query does not see the key.
+
+    `past_last`, `past_first`: the keys minus the last, and minus the first, that query 0 sees.
+    """
     n: gl.constexpr = scores.shape[1] // 2
     queries = first_query + (gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout)) & 6)
     last = past_last.expand_dims(1) - queries.expand_dims(0)
@@ -394,11 +426,14 @@ def masked(scores, past_last, past_first, first_query, LEFT: gl.constexpr, RIGHT
 
 
 @gluon.jit
-def tile_gradients(
-    dk, dv, step, first_query, m, past_last, past_first, inside, scale2, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr, I: gl.constexpr,
+def add_tile(
+    dk, dv, step, tile, m, past_last, past_first, inside, scale2, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries and consumer I's 64 keys: adds to dk and dv, and hands its half of dq to the mover."""
+    """Adds what a tile of queries gives to dk and dv of the consumer's 64 keys; hands its half of the tile's dq to the mover."""
+    BLOCK_M: gl.constexpr = m.q.shape[2]
+    BLOCK_N: gl.constexpr = m.k.shape[2]
+    HEAD_DIM: gl.constexpr = m.q.shape[3]
     dtype: gl.constexpr = m.q.dtype
     scores_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     keys_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
@@ -409,22 +444,26 @@ def tile_gradients(
     phase = (step >> 1) & 1
     zero = step >> 30  # opaque, or LLVM computes every address of K and V ahead of the loop, and spills
     keys = m.k.index(zero).reshape([BLOCK_N, HEAD_DIM])
-    k = keys.slice(I * 64, 64, 0)
-    v = m.v.index(zero).reshape([BLOCK_N, HEAD_DIM]).slice(I * 64, 64, 0)
+    k = keys.slice(CONSUMER * 64, 64, 0)
+    v = m.v.index(zero).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0)
     q = m.q.index(slot).reshape([BLOCK_M, HEAD_DIM])
     do = m.do.index(slot).reshape([BLOCK_M, HEAD_DIM])
     nothing = gl.zeros([64, BLOCK_M], gl.float32, layout=scores_l)
 
     mbarrier.wait(m.q_full.index(slot), phase)
     st = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    lse = m.lse.index(slot).load(queries_l)
     mbarrier.wait(m.do_full.index(slot), phase)
     dpt = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
+    late: gl.constexpr = BLOCK_M == 128 and (LEFT or RIGHT)  # 32 registers too many, else
+    if not late:
+        lse = m.lse.index(slot).load(queries_l)
     st = warpgroup_mma_wait(1, deps=(st,))
+    if late:
+        lse = m.lse.index(slot).load(queries_l)
     st = st * scale2 - lse.expand_dims(0)
     if LEFT or RIGHT:  # after scaling: scale may be 0 or negative
-        st = masked(st, past_last, past_first, first_query, LEFT, RIGHT)
+        st = masked(st, past_last, past_first, tile * BLOCK_M, LEFT, RIGHT)
     pt = gl.exp2(st)
     p = gl.convert_layout(pt.to(dtype), left_l)
 
@@ -434,20 +473,19 @@ def tile_gradients(
         pairs = [dst.to(gl.int16, bitcast=True), inside]
         dst = gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", pairs, dtype=gl.int16, is_pure=True, pack=2)
         dst = dst.to(dtype, bitcast=True)
-    m.ds.index(slot).slice(I * 64, 64, 1).permute((1, 0)).store(dst)
+    m.ds.index(slot).slice(CONSUMER * 64, 64, 1).permute((1, 0)).store(dst)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     fence_async_shared()
     ds = gl.convert_layout(dst, left_l)
 
     named_barrier_sync(DS_FULL, 256)
     if HEAD_DIM == 128:  # the left or right half of the columns
-        dq = warpgroup_mma(
-            m.ds.index(slot), keys.slice(I * 64, 64, 1), gl.zeros([64, 64], gl.float32, layout=dq_l), use_acc=False, is_async=True
-        )
+        all_ds = m.ds.index(slot)
+        some_k = keys.slice(CONSUMER * 64, 64, 1)
     else:  # the upper or lower half of the queries
-        dq = warpgroup_mma(
-            m.ds.index(slot).slice(I * 64, 64, 0), keys, gl.zeros([64, 64], gl.float32, layout=dq_l), use_acc=False, is_async=True
-        )
+        all_ds = m.ds.index(slot).slice(CONSUMER * 64, 64, 0)
+        some_k = keys
+    dq = warpgroup_mma(all_ds, some_k, gl.zeros([64, 64], gl.float32, layout=dq_l), use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=(dv,))
     named_barrier_arrive(DO_FREE + slot, 384)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
@@ -455,10 +493,10 @@ def tile_gradients(
     dq = warpgroup_mma_wait(1, deps=(dq,))
     # A thread's 32 numbers become a row, so that it stores 16 bytes at a time, without bank conflicts.
     dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 2, 4, 3, 1, 5)).reshape([128, 32])
-    named_barrier_sync(DQ_FREE + I, 256)
-    m.dq.index(I).store(dq)
+    named_barrier_sync(DQ_FREE + CONSUMER, 256)
+    m.dq.index(CONSUMER).store(dq)
     fence_async_shared()
-    named_barrier_arrive(DQ_FULL + I, 256)
+    named_barrier_arrive(DQ_FULL + CONSUMER, 256)
 
     dk = warpgroup_mma_wait(0, deps=(dk,))
     named_barrier_arrive(Q_FREE + slot, 384)
@@ -467,13 +505,16 @@ def tile_gradients(
 
 @gluon.jit
 def consumer(
-    dk_desc, dv_desc, m, work, t, window, scale, scale2, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr, I: gl.constexpr,
+    dk_desc, dv_desc, m, work, t, window, scale, scale2, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys."""
+    """dk and dv of 64 keys: zero where no query sees any."""
+    BLOCK_M: gl.constexpr = m.q.shape[2]
+    BLOCK_N: gl.constexpr = m.k.shape[2]
+    HEAD_DIM: gl.constexpr = m.q.shape[3]
     scores_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     keys_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
-    first_key = work.block * BLOCK_N + I * 64
+    first_key = work.block * BLOCK_N + CONSUMER * 64
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, scores_l))
     inside = keys < t
     past_last = gl.where(inside, keys - work.shift - window.right, NEVER)
@@ -483,18 +524,16 @@ def consumer(
     dv = gl.zeros([64, HEAD_DIM], gl.float32, layout=keys_l)
     tile = work.start
     mbarrier.wait(m.kv_full.index(0), 0)
-    for step in range(0, work.steps):
-        dk, dv = tile_gradients(
-            dk, dv, step, tile * BLOCK_M, m, past_last, past_first, bits, scale2, BLOCK_M, BLOCK_N, HEAD_DIM, LEFT, RIGHT, EDGE, I
-        )  # fmt: skip
+    for step in range(work.steps):
+        dk, dv = add_tile(dk, dv, step, tile, m, past_last, past_first, bits, scale2, LEFT, RIGHT, EDGE, CONSUMER)
         _, tile = following(0, tile, work)
     named_barrier_sync(DS_FULL, 256)  # both have read K and V to the end: they become staging
     dtype: gl.constexpr = m.q.dtype
-    m.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(I * 64, 64, 0).store((dk * scale).to(dtype))
-    m.v.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(I * 64, 64, 0).store(dv.to(dtype))
+    m.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store((dk * scale).to(dtype))
+    m.v.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dv.to(dtype))
     fence_async_shared()
-    tma_store(dk_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.k.index(0).slice(I * 64, 64, 1))
-    tma_store(dv_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.v.index(0).slice(I * 64, 64, 1))
+    tma_store(dk_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.k.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store(dv_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.v.index(0).slice(CONSUMER * 64, 64, 1))
     tma_store_wait(0)
 
 
@@ -536,9 +575,9 @@ def backward_kernel(
         mbarrier.init(do_full.index(slot), count=1)
     m = Shared(q, k, v, do, lse, delta, ds, dq, kv_full, q_full, do_full)
     gl.warp_specialize([
-        (mover, (inputs, turns_ptr, m, work, shape, rows, window, BLOCK_M, BLOCK_N, HEAD_DIM, LEFT, RIGHT, DETERMINISTIC)),
-        (consumer, (dk_desc, dv_desc, m, work, shape.t, window, scale, scale2, BLOCK_M, BLOCK_N, HEAD_DIM, LEFT, RIGHT, EDGE, 0)),
-        (consumer, (dk_desc, dv_desc, m, work, shape.t, window, scale, scale2, BLOCK_M, BLOCK_N, HEAD_DIM, LEFT, RIGHT, EDGE, 1)),
+        (mover, (inputs, turns_ptr, m, work, shape, rows, window, LEFT, RIGHT, DETERMINISTIC)),
+        (consumer, (dk_desc, dv_desc, m, work, shape.t, window, scale, scale2, LEFT, RIGHT, EDGE, 0)),
+        (consumer, (dk_desc, dv_desc, m, work, shape.t, window, scale, scale2, LEFT, RIGHT, EDGE, 1)),
     ], [4, 4], [240, 240])  # fmt: skip
 
 
@@ -581,16 +620,20 @@ def backward(launch: Launch, operands, saved, cotangents):
     options, batch, config = launch.options, launch.batch, heuristic(d)
     deterministic = bool(options.get("deterministic", True))
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    programs = batch * h * cdiv(s, block_m)  # tiles of queries
-    f32, i32 = (lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)), jax.ShapeDtypeStruct((programs,), jnp.int32)
+    tiles = batch * h * cdiv(s, block_m)  # of queries
+    f32, i32 = (lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)), jax.ShapeDtypeStruct((tiles,), jnp.int32)
     do = jnp.zeros_like(out) if do is None else do
-    ends = {"config": Config(BLOCK_M=block_m, num_warps=4), "grid": programs, "s": s, "h": h, "HEAD_DIM": d}
+    ends: dict[str, Any] = {"config": Config(BLOCK_M=block_m, num_warps=4), "grid": tiles, "s": s, "h": h, "HEAD_DIM": d}
     lse2, delta, sums, *turns = launch(
         preprocess_kernel,
-        out_ptr=out, do_ptr=do, lse_ptr=lse, dlse_ptr=dlse, **({} if deterministic else {"turns_ptr": None}), **ends,
+        out_ptr=out,
+        do_ptr=do,
+        lse_ptr=lse,
+        dlse_ptr=dlse,
+        **ends | ({} if deterministic else {"turns_ptr": None}),
         name="vjp_preprocess",
-        out_type=[f32((programs * block_m,)), f32((programs * block_m,)), f32((programs * 256, 32)), *[i32] * deterministic],
-    )  # fmt: skip
+        out_type=[f32((tiles * block_m,)), f32((tiles * block_m,)), f32((tiles * 256, 32)), *[i32] * deterministic],
+    )
 
     flat = lambda x: x.reshape(*x.shape[:2], -1)  # heads side by side
     over = lambda x, rows: TensorDescriptor.from_array(flat(x), (1, rows, d))

@@ -1,9 +1,9 @@
 """The passes around the Hopper backward's main kernel, which computes dk and dv whole and adds up dq in float32.
 
-Both walk over tiles of BLOCK_M queries of one head, heads innermost, so that neighbouring programs read neighbouring memory. What they
-share with the main kernel, by tile number ``line = (batch * heads + head) * tiles + tile``:
+A program of either has a tile of BLOCK_M queries of one head, heads innermost, so that neighbouring programs read neighbouring
+memory. What they share with the main kernel, by number of the tile, ``line = (batch * heads + head) * tiles + tile``:
 
-* lse2, delta: float32 ``[lines * BLOCK_M]``. A query that is padding or sees no key has lse2 = +inf, so that its probabilities are 0.
+* lse2, delta: float32 ``[lines * BLOCK_M]``. A query that is padding or sees no key has lse2 = +inf, so its probabilities are 0.
 * dq sums: float32 ``[lines, 8192]``, in the order in which the main kernel's threads hold a tile (see `postprocess_kernel`).
 * turns: int32 ``[lines]``, how many blocks of keys have added to the tile; None where they add in any order.
 """
@@ -13,8 +13,9 @@ from jtops._compat.triton import tl, triton
 
 @triton.jit(do_not_specialize=["s", "h"])
 def preprocess_kernel(
-    out_ptr, do_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, s, h, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
-):
+    out_ptr, do_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, s, h,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(do * out) - dlse, and lse in base 2; clears the sums of dq and the turns."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(s, BLOCK_M)
@@ -45,9 +46,9 @@ def preprocess_kernel(
 def postprocess_kernel(sums_ptr, dq_ptr, scale, s, h, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
     """dq = scale * sums, in q's dtype and order.
 
-    A tile of sums is two of 64 x 64, one of each warpgroup: the left and right halves of 64 queries of 128 columns, or the upper and
-    lower ones of 128 queries of 64 columns. Of such a square a thread (warp w, lane 4 r + c) holds rows 16 w + r and 8 further, and
-    of every 8 columns numbers 2 c and 2 c + 1: 32 numbers, which lie together.
+    A tile of sums is two squares of 64 x 64, one of each consumer: the left and right halves of 64 queries of 128 columns, or the
+    upper and lower ones of 128 queries of 64 columns. Of a square a thread (warp w, lane 4 r + c) holds rows 16 w + r and 8
+    further, and of every 8 columns numbers 2 c and 2 c + 1: 32 numbers, which lie together.
     """
     pid = tl.program_id(0)
     tiles = tl.cdiv(s, BLOCK_M)
