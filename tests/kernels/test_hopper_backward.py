@@ -53,18 +53,16 @@ def machine_code(kernel) -> tuple[str, str]:
     """(what ptxas says of a kernel, its machine code)."""
     ptxas = Path(triton_compat.ptxas(90))
     ptx = kernel.triton_kernel.asm["ptx"]
-    cubin = ptxas.parent / "never"
     made = subprocess.run(
         ["bash", "-c", f'd=$(mktemp -d); cat > $d/x.ptx; "{ptxas}" -arch=sm_90a -v $d/x.ptx -o $d/x.cubin && '
          f'"{ptxas.with_name("nvdisasm")}" -c $d/x.cubin; rm -r $d'],
         input=ptx, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    del cubin
     return made.stderr, made.stdout
 
 
 def hot_loops(code: str) -> list[collections.Counter]:
-    """The instructions of each innermost loop that holds products."""
+    """The instructions of each innermost loop that holds products; a retried allocation of registers is no loop."""
     ops, labels, loops = [], {}, []
     for line in code.splitlines():
         if found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
@@ -74,7 +72,8 @@ def hot_loops(code: str) -> list[collections.Counter]:
     for end, op in enumerate(ops):
         if (target := re.match(r"BRA.*`\((\.L_x_\d+)\)", op)) and labels.get(target[1], end + 1) <= end:
             loops.append((labels[target[1]], end))
-    products = [(a, b) for a, b in loops if any(op.startswith("HGMMA") for op in ops[a:b])]
+    has = lambda what, a, b: any(op.startswith(what) for op in ops[a:b])
+    products = [(a, b) for a, b in loops if has("HGMMA", a, b) and not has("USETMAXREG", a, b)]
     inner = [(a, b) for a, b in products if not any((a, b) != (c, d) and a <= c and d <= b for c, d in products)]
     return [collections.Counter(re.split(r"[ .]", op)[0] for op in ops[a : b + 1]) for a, b in inner]
 
@@ -88,7 +87,7 @@ def kernels(d, s=1000, t=None, h=4, g=2, dtype="bfloat16", **options):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("window", [{}, {"right": 0}, {"left": 100}, {"left": 100, "right": 7}], ids=str)
+@pytest.mark.parametrize("window", [{}, {"right": 0}, pytest.param({"left": 100}, marks=slow), {"left": 100, "right": 7}], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow)])
 @pytest.mark.parametrize("d", [64, 128])
 def test_machine_code(d, dtype, window, deterministic):
@@ -102,7 +101,7 @@ def test_machine_code(d, dtype, window, deterministic):
     for loop in loops:
         assert loop["LDL"] == loop["STL"] == loop["R2UR"] == 0, loop
         assert loop["MUFU"] == (32 if d == 128 else 64)  # one exponential a score
-        assert loop.total() <= {128: 400, 64: 580}[d] + {128: 40, 64: 80}[d] * len(window)
+        assert loop.total() <= {128: (375, 445, 475), 64: (545, 670, 745)}[d][len(window)]
     assert main.triton_kernel.metadata.shared <= Target.parse("sm_90").max_shared_bytes
     for kernel in (before, after):
         assert "0 bytes spill stores" in machine_code(kernel)[0]
@@ -205,10 +204,8 @@ def truth(q, k, v, do, dlse=None, **options):
     q, k, v, do = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, do))
     scale = options.get("scale", q.shape[-1] ** -0.5)
     logits = np.einsum("bshd,bthd->bhst", q, np.repeat(k, q.shape[2] // k.shape[2], 2)) * scale
-    mask = np.broadcast_to(
-        oracles._attention_mask(q.shape[1], k.shape[1], options.get("causal"), options.get("window")), logits.shape
-    )
-    lse = np.swapaxes(oracles.logsumexp(logits, mask, axis=-1), 1, 2)
+    mask = oracles._attention_mask(q.shape[1], k.shape[1], options.get("causal"), options.get("window"))
+    lse = np.swapaxes(oracles.logsumexp(logits, np.broadcast_to(mask, logits.shape), axis=-1), 1, 2)
     grads = list(oracles.flash_attention_vjp(q, k, v, g=do, **options))
     if dlse is not None:  # lse is linear in the scores, to first order, by the probabilities
         p, heads_k, _ = oracles._attention(q, k, v, options.get("causal"), options.get("window"), scale)
@@ -220,13 +217,12 @@ def truth(q, k, v, do, dlse=None, **options):
 
 
 def near(got, want, dtype):
-    bound = {"bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    """Root mean squares of the errors, in the largest gradient's: one that cancels to nothing is noise of the others' size."""
+    bound, rms = {"bfloat16": 1e-2, "float16": 2e-3}[dtype], lambda x: np.sqrt(np.mean(np.square(x)))
+    size = max(map(rms, want))
     for x, y in zip(got, want, strict=True):
-        x = np.asarray(x.astype(jnp.float32), np.float64)
         assert x.shape == y.shape
-        assert np.linalg.norm(x - y) <= bound * np.linalg.norm(y) + 1e-3 * np.sqrt(y.size), np.linalg.norm(x - y) / np.linalg.norm(
-            y
-        )
+        assert rms(np.asarray(x.astype(jnp.float32), np.float64) - y) <= bound * size
 
 
 def window_of(causal, window):
