@@ -187,7 +187,7 @@ def _out_types(call: _Call, types):
 @sharded_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     types = _out_types(call, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = partition.mesh_of(avals)
     outs = [jax_compat.shaped_array(t.shape, t.dtype, jax_compat.varying_axes(avals[0])) for t in types]
     if AxisType.Explicit not in mesh.axis_types:
         return outs
