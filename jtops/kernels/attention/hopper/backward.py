@@ -80,7 +80,8 @@ from jtops._compat.gluon import (
 )
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.device.rows import row
+from jtops.kernels._lib.frame.launch import Config, Launch, Rows
 from jtops.kernels.attention.hopper.backward_ends import postprocess_kernel, preprocess_kernel
 
 LOG2E = 1.4426950408889634
@@ -112,15 +113,8 @@ class Inputs(NamedTuple):
     sums: Any
 
 
-class Rows(NamedTuple):
-    """Batch element b reads an operand's row ``b // inner % own``."""
-
-    inner: Any
-    own: Any
-
-
-class Rows3(NamedTuple):
-    """Of q, k and v."""
+class InputRows(NamedTuple):
+    """`Rows` of the operands that batch elements may share."""
 
     q: Any
     k: Any
@@ -257,13 +251,13 @@ class Source:
 
 
 @gluon.jit
-def load_tile(x_desc, x, line_desc, x_line, full, slot, row, source, head, tile):
+def load_tile(x_desc, x, line_desc, x_line, full, slot, batch, source, head, tile):
     """A tile of q or do with its lse or delta, of the group's head `head`."""
     BLOCK_M: gl.constexpr = x.shape[2]
     HEAD_DIM: gl.constexpr = x.shape[3]
     line = source.first_line + head * source.tiles + tile
     mbarrier.expect(full.index(slot), BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4)
-    tma_load(x_desc, [row, tile * BLOCK_M, (source.first_head + head) * HEAD_DIM], full.index(slot), x.index(slot))
+    tma_load(x_desc, [batch, tile * BLOCK_M, (source.first_head + head) * HEAD_DIM], full.index(slot), x.index(slot))
     tma_load(line_desc, [line * BLOCK_M], full.index(slot), x_line.index(slot))
 
 
@@ -330,13 +324,13 @@ def mover(
     tiles = gl.cdiv(shape.s, BLOCK_M)
     first_head = work.kv_head * shape.group
     first_line = (work.b * shape.g * shape.group + first_head) * tiles
-    source = Source(work.b // rows.q.inner % rows.q.own, work.b, first_head, first_line, tiles)
+    source = Source(row(work.b, rows.q), work.b, first_head, first_line, tiles)
     head = gl.to_tensor(0)
     tile = work.start
     if work.steps > 0:
         load_q(inputs, m, 0, source, head, tile)
-    at_k = [work.b // rows.k.inner % rows.k.own, work.block * BLOCK_N, work.kv_head * HEAD_DIM]
-    at_v = [work.b // rows.v.inner % rows.v.own, work.block * BLOCK_N, work.kv_head * HEAD_DIM]
+    at_k = [row(work.b, rows.k), work.block * BLOCK_N, work.kv_head * HEAD_DIM]
+    at_v = [row(work.b, rows.v), work.block * BLOCK_N, work.kv_head * HEAD_DIM]
     mbarrier.expect(m.kv_full.index(0), 2 * BLOCK_N * HEAD_DIM * 2)
     tma_load(inputs.k, at_k, m.kv_full.index(0), m.k.index(0))
     tma_load(inputs.v, at_v, m.kv_full.index(0), m.v.index(0))
@@ -621,19 +615,24 @@ def backward(launch: Launch, operands, saved, cotangents):
     deterministic = bool(options.get("deterministic", True))
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     tiles = batch * h * cdiv(s, block_m)  # of queries
-    f32, i32 = (lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)), jax.ShapeDtypeStruct((tiles,), jnp.int32)
-    do = jnp.zeros_like(out) if do is None else do
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     ends: dict[str, Any] = {"config": Config(BLOCK_M=block_m, num_warps=4), "grid": tiles, "s": s, "h": h, "HEAD_DIM": d}
-    lse2, delta, sums, *turns = launch(
+    before = launch(
         preprocess_kernel,
         out_ptr=out,
-        do_ptr=do,
+        do_ptr=jnp.zeros_like(out) if do is None else do,
         lse_ptr=lse,
         dlse_ptr=dlse,
-        **ends | ({} if deterministic else {"turns_ptr": None}),
+        **ends,
         name="vjp_preprocess",
-        out_type=[f32((tiles * block_m,)), f32((tiles * block_m,)), f32((tiles * 256, 32)), *[i32] * deterministic],
+        outputs={
+            "lse2_ptr": f32(tiles * block_m),
+            "delta_ptr": f32(tiles * block_m),
+            "sums_ptr": f32(tiles * 256, 32),
+            "turns_ptr": jax.ShapeDtypeStruct((tiles,), jnp.int32) if deterministic else None,
+        },
     )
+    sums, turns = before["sums_ptr"], before["turns_ptr"]
 
     flat = lambda x: x.reshape(*x.shape[:2], -1)  # heads side by side
     over = lambda x, rows: TensorDescriptor.from_array(flat(x), (1, rows, d))
@@ -642,22 +641,22 @@ def backward(launch: Launch, operands, saved, cotangents):
         k=over(k, block_n),
         v=over(v, block_n),
         do=over(do, block_m),
-        lse=TensorDescriptor.from_array(lse2, (block_m,)),
-        delta=TensorDescriptor.from_array(delta, (block_m,)),
+        lse=TensorDescriptor.from_array(before["lse2_ptr"], (block_m,)),
+        delta=TensorDescriptor.from_array(before["delta_ptr"], (block_m,)),
         sums=TensorDescriptor.from_array(sums, (128, 32)),
     )
     left, right = options["left"], options["right"]
     most = t + options["q_size"]  # a bound beyond it is none
     section = min(batch * g, max(1, _L2_BYTES // (h // g * s * d * 8)))
     gradient = TensorDescriptor.from_array(jax.ShapeDtypeStruct((batch, t, g * d), q.dtype), (1, 64, d))
-    aliases = {6: 0} | ({7: 1} if deterministic else {})  # sums and turns are changed in place
+    changed = [sums, turns] if deterministic else [sums]  # in place: the seventh operand, and the eighth
     sums, *_, dk, dv = launch(
         backward_kernel,
         inputs=inputs,
-        turns_ptr=turns[0] if turns else None,
+        turns_ptr=turns,
         offset_ptr=q_index,
         shape=Shape(s, t, g, h // g, options["q_size"], next_power_of_2(section + 1) // 2),
-        rows=Rows3(*(Rows(r.inner, r.own) for r in launch.rows[:3])),
+        rows=InputRows(*(Rows(r.inner, r.own) for r in launch.rows[:3])),
         window=Window(min(left or 0, most), min(right or 0, most)),
         scale=np.float32(options["scale"]),
         scale2=np.float32(options["scale"] * LOG2E),
@@ -671,19 +670,20 @@ def backward(launch: Launch, operands, saved, cotangents):
         name="vjp",
         grid=batch * g * cdiv(t, block_n),
         flops=10 * batch * h * s * t * d,
-        input_output_aliases=aliases,
-        out_type=[f32(sums.shape), *[i32] * deterministic, gradient, gradient],
+        input_output_aliases={6 + i: i for i in range(len(changed))},
+        out_type=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed), gradient, gradient],
     )
     grads: list = [None] * len(operands)
     if launch.wanted[0]:
-        grads[0] = launch(
+        after = launch(
             postprocess_kernel,
             sums_ptr=sums,
             scale=np.float32(options["scale"]),
             **ends,
             name="vjp_postprocess",
-            out_type=jax.ShapeDtypeStruct((batch, s, h, d), q.dtype),
+            outputs={"dq_ptr": jax.ShapeDtypeStruct((batch, s, h, d), q.dtype)},
         )
+        grads[0] = after["dq_ptr"]
     for i, x in ((1, dk), (2, dv)):
         if launch.wanted[i]:
             grads[i] = x.reshape(batch, t, g, d)
