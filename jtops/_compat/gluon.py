@@ -39,14 +39,12 @@ if triton_compat.HAS_TRITON:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
+    from triton.language.core import _aggregate as aggregate
 
     renamed = hasattr(tma, "async_load")  # triton 3.9 keeps the old names as functions that raise
     tma_load = tma.async_load if renamed else tma.async_copy_global_to_shared
     tma_store = tma.async_store if renamed else tma.async_copy_shared_to_global
     tma_store_wait = tma.store_wait
-
-    # Later versions made it public.
-    aggregate = getattr(triton_compat.triton, "aggregate", None) or triton_compat.tl.core._aggregate
 
     if hasattr(tma, "async_atomic_add"):
         tma_reduce_add = tma.async_atomic_add
@@ -86,6 +84,6 @@ if triton_compat.HAS_TRITON:
         _named_barrier("arrive", index, threads)
 
 else:
-    gluon = gl = mbarrier = tma_load = tma_store = tma_store_wait = triton_compat.triton
-    aggregate = tma_reduce_add = named_barrier_arrive = named_barrier_sync = triton_compat.triton
+    gluon = gl = aggregate = mbarrier = tma_load = tma_store = tma_store_wait = triton_compat.triton
+    tma_reduce_add = named_barrier_arrive = named_barrier_sync = triton_compat.triton
     NVMMASharedLayout = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = allocate_barriers = triton_compat.triton

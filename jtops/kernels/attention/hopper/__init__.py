@@ -1,1 +1,1 @@
-"""Attention's kernels for Hopper GPUs (sm_90a), in Gluon."""
+"""Attention's kernels for Hopper (sm_90a)."""
