@@ -7,6 +7,7 @@ from jtops._compat import triton as triton_compat
 
 __all__ = [
     "NVMMASharedLayout",
+    "aggregate",
     "allocate_barriers",
     "fence_async_shared",
     "gl",
@@ -30,6 +31,7 @@ if triton_compat.HAS_TRITON:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
+    from triton.language.core import _aggregate as aggregate
 
     renamed = hasattr(tma, "async_load")  # triton 3.9 keeps the old names as functions that raise
     tma_load = tma.async_load if renamed else tma.async_copy_global_to_shared
@@ -42,5 +44,5 @@ if triton_compat.HAS_TRITON:
         return gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
 
 else:
-    gluon = gl = mbarrier = tma_load = tma_store = tma_store_wait = triton_compat.triton
+    gluon = gl = aggregate = mbarrier = tma_load = tma_store = tma_store_wait = triton_compat.triton
     NVMMASharedLayout = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = allocate_barriers = triton_compat.triton

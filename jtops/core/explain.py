@@ -11,7 +11,7 @@ import numpy as np
 from jtops.core import notes, target
 from jtops.core.compile import resources
 from jtops.core.target import Target
-from jtops.core.types import Constexpr, leaves
+from jtops.core.types import Constexpr, is_shaped, leaves
 
 _SCOPE = re.compile(r"jtops_(\w+?)_xla\b")  # the name scope in which an op runs its reference because it was told to
 _FLAX = re.compile(r"jtops_(\w+?)_flax__(\w+)")  # the one in which a layer leaves a call to Flax, and why
@@ -88,9 +88,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       UnsupportedError, KernelCompileError: as lowering the call would.
     """
     named = target.requested()
-    platforms = {} if named is None else {"lowering_platforms": (Target.parse(named).platform,)}
+    platforms = {} if named is None else {"lowering_platforms": (named.platform,)}
     given, tree = jax.tree.flatten((args, kwargs))
-    traced = [hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic) for x in given]
+    traced = [is_shaped(x) and not isinstance(x, np.generic) for x in given]
 
     def whole(*arrays):  # a new function each time, or JAX remembers the program; numbers may be static arguments of `f`
         new = iter(arrays)
@@ -108,8 +108,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation((*map(_launch, noted), *(Launch(name, "XLA", reason, _platform(named)) for name, reason in by_xla)))
 
 
-def _platform(named: str | None) -> str:
-    return jax.default_backend() if named is None else Target.parse(named).platform
+def _platform(named: Target | None) -> str:
+    return jax.default_backend() if named is None else named.platform
 
 
 def _launch(note: notes.Note) -> Launch:
