@@ -50,6 +50,11 @@ class Target:
         return "cuda" if isinstance(self.arch, int) else "rocm"
 
     @property
+    def has_clusters(self) -> bool:
+        """Can programs run together in thread block clusters?"""
+        return isinstance(self.arch, int) and self.arch >= 90
+
+    @property
     def max_shared_bytes(self) -> int:
         """Shared memory available to one program."""
         return MAX_SHARED_BYTES.get(self.arch, 48 * _KIB if self.platform == "cuda" else 64 * _KIB)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jtops._compat import jax as jax_compat
-from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Parameter, Result, Scalar
+from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Output, Parameter, Scalar
 from jtops.errors import UnsupportedError
 
 TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: `_compat` asks the XLA at hand whether it has it
@@ -62,7 +62,7 @@ def kernel_text(call, parameters: tuple[Parameter, ...], compiled, buffers: int)
     if call.zeroed:
         raise UnfitError("it has outputs to be zeroed before the launch")
     passed = [p.value for p in parameters if not isinstance(p.value, Constexpr) and p.name not in compiled.folded]
-    if not all(isinstance(value, Operand | Result | Scalar) for value in passed):
+    if not all(isinstance(value, Operand | Output | Scalar) for value in passed):
         raise UnfitError("it takes tensor descriptors")
     pads = buffers - sum(not isinstance(value, Scalar) for value in passed)
     return _with_constants(compiled.binary, passed, pads)

@@ -12,7 +12,6 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters.batching import primitive_batchers
-from jax.sharding import AxisType, NamedSharding
 
 from jtops._compat import jax as jax_compat
 from jtops.core import notes
@@ -178,13 +177,8 @@ def _out_types(call: _Call, types):
 @sharded_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     types = _out_types(call, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-    mesh = jax.sharding.get_abstract_mesh()
-    outs = [jax_compat.shaped_array(t.shape, t.dtype, jax_compat.varying_axes(avals[0])) for t in types]
-    if AxisType.Explicit not in mesh.axis_types:
-        return outs
     shapes, specs = [a.shape for a in (*avals, *types)], [a.sharding.spec for a in avals]
-    decided = partition.decide(call.axes(), shapes, mesh.shape, specs)
-    return [o.update(sharding=NamedSharding(mesh, s)) for o, s in zip(outs, decided.outs, strict=True)]
+    return partition.typed(types, avals[0], lambda mesh: partition.decide(call.axes(), shapes, mesh.shape, specs).outs)
 
 
 def _batch(args, dims, *, call):

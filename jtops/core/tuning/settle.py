@@ -75,8 +75,7 @@ def launch(request: Request) -> Any:
     filled = {stride for _, stride in getattr(request.vmap_method, "strides", ())}  # parameters that vmap sets
     outs = [leaf for _, leaf in _outputs(request)]
     plan = Plan(request.kernel, request.args, request.kwargs, given | options, outs, filled)
-    interpret = config.implementation.value == "interpret" if request.interpret is None else request.interpret
-    only = len(plan.candidates) == 1 or interpret
+    only = len(plan.candidates) == 1 or request.interpreted()
     return plain.launch(_chosen(plan, plan.candidates[0] if only else _settled(_Question(plan, request)), request))
 
 
@@ -165,7 +164,7 @@ class _Question:
     @contextlib.contextmanager
     def context(self):
         """What of the caller's context a worker thread needs; the rest, its traces above all, it must not see."""
-        with jax.enable_x64(self.x64), config.target(self.target and str(self.target)), jax.debug_nans(False):
+        with jax.enable_x64(self.x64), config.target(None if self.target is None else str(self.target)), jax.debug_nans(False):
             yield
 
     def compile(self, label: str) -> KernelCompileError | None:
