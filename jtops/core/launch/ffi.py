@@ -51,14 +51,13 @@ def launch_record(call, parameters: tuple[Parameter, ...], compiled: CompiledKer
     return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, made).to_proto(call.name, call.metadata)
 
 
-def stored_zlib(data: bytes) -> bytes:
-    """`data` as an uncompressed zlib stream: the same bytes whatever zlib Python has, and nothing to inflate at a launch."""
-    blocks = [data[i : i + 65535] for i in range(0, len(data), 65535)] or [b""]
-    body = b"".join(
-        bytes([i == len(blocks) - 1]) + len(b).to_bytes(2, "little") + (65535 - len(b)).to_bytes(2, "little") + b
-        for i, b in enumerate(blocks)
-    )
-    return b"\x78\x01" + body + zlib.adler32(data).to_bytes(4, "big")
+def packed(record: bytes) -> bytes:
+    """The form in which a program holds a record: deflated, because a launch costs more the longer it is.
+
+    One zlib makes the same bytes of it everywhere. Builds of zlib that differ may not: then programs, and with them the keys of
+    JAX's persistent cache, differ between processes that use the one and the other.
+    """
+    return zlib.compress(record, 6)
 
 
 @functools.cache

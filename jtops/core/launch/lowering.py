@@ -49,7 +49,7 @@ def lower_gpu(ctx, *operands, call, platform):
         record = ffi.launch_record(call, made, compiled, ctx.avals_out)
         extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
-        results = rule(inner, *values, opaque=ffi.stored_zlib(record), **extra)  # row-major layouts by default
+        results = rule(inner, *values, opaque=ffi.packed(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
 
 
