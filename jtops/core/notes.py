@@ -38,7 +38,7 @@ def listening() -> contextlib.AbstractContextManager[list[Note]]:
 
 
 def config_from(source: str) -> contextlib.AbstractContextManager[str]:
-    """Calls that this thread binds meanwhile have a config from there."""
+    """Inside the context, calls that this thread binds record `source` as the origin of their config."""
     return setting(_local, "source", source)
 
 

@@ -34,7 +34,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: "int | float | str | Target") -> "Target":
-        """From ``90``, ``"90"``, ``"9.0"``, ``"sm_90"``, ``"sm_90a"`` or ``"gfx942"``; a target is itself."""
+        """The target that ``90``, ``"90"``, ``"9.0"``, ``"sm_90"``, ``"sm_90a"`` or ``"gfx942"`` names; a target names itself."""
         if isinstance(text, Target):
             return text
         name = str(text).strip().lower()

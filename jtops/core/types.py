@@ -198,7 +198,7 @@ class Parameter:
 
 
 def parameters(kernel, bound: Bound, type_of_array: Callable[[str, Any], str]) -> tuple[Parameter, ...]:
-    """Of a bound kernel; ``type_of_array(name, value)`` is Triton's type of what points to an array.
+    """All parameters of a bound kernel; ``type_of_array(name, value)`` is Triton's type of what points to an array.
 
     The kernel's own declaration may forbid to compile for alignment, for the value 1, or for both.
     """

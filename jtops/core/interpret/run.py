@@ -279,7 +279,7 @@ def _tl_type(tl, dtype):
 
 def _user_line(error: BaseException) -> str:
     """Where in the kernels' sources `error` arose: the last traceback frame that is neither Triton's nor ours."""
-    ours, found = os.path.dirname(__file__), ""
+    ours, found = os.path.dirname(os.path.dirname(__file__)), ""
     step = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code

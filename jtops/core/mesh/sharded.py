@@ -76,7 +76,7 @@ class ShardingRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
+class _ShardedCall:
     """Static description of one bound call."""
 
     function: Callable
@@ -134,7 +134,7 @@ def sharded_call(function: Callable, rule: ShardingRule) -> Callable:
         rule.sizes([x.shape for x in arrays])
         whole = jax.eval_shape(partition.outside_mesh(function), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
         _check_results(name, rule, arrays, jax.tree.leaves(whole))
-        outs = sharded_p.bind(*jax_compat.vary_together(arrays), call=_Call(function, rule, name, jax_compat.settings()))
+        outs = sharded_p.bind(*jax_compat.vary_together(arrays), call=_ShardedCall(function, rule, name, jax_compat.settings()))
         return jax.tree.structure(whole).unflatten(outs)
 
     return call
@@ -170,7 +170,7 @@ jax_compat.needs_devices_to_lower(sharded_p)
 
 
 @functools.lru_cache(4096)
-def _out_types(call: _Call, types):
+def _out_types(call: _ShardedCall, types):
     return jax.eval_shape(partition.outside_mesh(call.local), *types)
 
 
