@@ -62,13 +62,13 @@ def _parameter(ptr, own, rows, cols, mask, inside_n, n):
 
 
 @triton.jit
-def _input(norm, own, sum_ptr, offsets, rows, cols, mask, n, EVICT: tl.constexpr):
+def _input(norm, residual_rows, sum_ptr, offsets, rows, cols, mask, n, EVICT: tl.constexpr):
     """A float32 tile of x; of x + residual as it is stored, where there is a residual, which rows may share."""
     x = tl.load(norm.x + offsets, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if norm.residual is not None:
         residual_offsets = offsets
-        if own.residual is not None:
-            residual_offsets = row_of(rows, own.residual) * n + cols
+        if residual_rows is not None:
+            residual_offsets = row_of(rows, residual_rows) * n + cols
         x = (x + tl.load(norm.residual + residual_offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + offsets, x, mask=mask)
         x = x.to(tl.float32)
@@ -101,16 +101,15 @@ def _of_cluster(mean, square, turn, n, part_n, CENTRED: tl.constexpr, CLUSTER: t
 
 
 @triton.jit
-def _normalised(x, rstd, rows, cols, mask, inside_n, norm, own, scale, bias, n, scale_offset, HOLD: tl.constexpr):
-    """y of a tile of deviations x; `scale` and `bias` are what is held of them."""
-    y = x * rstd[:, None]
+def _scaled(y, rows, cols, mask, inside_n, norm, scale_rows, bias_rows, scale, bias, n, scale_offset, HOLD: tl.constexpr):
+    """A tile of normalised rows times scale plus bias, of which `scale` and `bias` are what is held."""
     if norm.scale is not None:
-        if not HOLD or own.scale is not None:
-            scale = _parameter(norm.scale, own.scale, rows, cols, mask, inside_n, n)
+        if not HOLD or scale_rows is not None:
+            scale = _parameter(norm.scale, scale_rows, rows, cols, mask, inside_n, n)
         y = y * (scale + scale_offset)
     if norm.bias is not None:
-        if not HOLD or own.bias is not None:
-            bias = _parameter(norm.bias, own.bias, rows, cols, mask, inside_n, n)
+        if not HOLD or bias_rows is not None:
+            bias = _parameter(norm.bias, bias_rows, rows, cols, mask, inside_n, n)
         y = y + bias
     return y
 
@@ -157,22 +156,24 @@ def _forward_kernel(
     n = length(n, UNIT, None)
     pid, part, cols, inside_n = part_of_row(pid, part_n, n, BLOCK_N, CLUSTER, FULL)
     own_n = n if CLUSTER == 1 else tl.minimum(part_n, n - part * part_n)
-    scale = _held(norm.scale, own.scale, cols, inside_n, n, HOLD)
-    bias = _held(norm.bias, own.bias, cols, inside_n, n, HOLD)
+    # Triton 3.6 forgets, in a loop, a 1 that it compiles into a bundle's bundle.
+    residual_rows, scale_rows, bias_rows = own.residual, own.scale, own.bias
+    scale = _held(norm.scale, scale_rows, cols, inside_n, n, HOLD)
+    bias = _held(norm.bias, bias_rows, cols, inside_n, n, HOLD)
     if TAIL > 0:
         cols_t = BLOCK_N + tl.arange(0, TAIL)[None, :]
         inside_t = cols_t < n
-        scale_t = _held(norm.scale, own.scale, cols_t, inside_t, n, HOLD)
-        bias_t = _held(norm.bias, own.bias, cols_t, inside_t, n, HOLD)
+        scale_t = _held(norm.scale, scale_rows, cols_t, inside_t, n, HOLD)
+        bias_t = _held(norm.bias, bias_rows, cols_t, inside_t, n, HOLD)
     for i in tl.range(0, work.tiles, num_stages=STAGES):
         rows = rows_of_tile(i, pid, work, BLOCK_M)
         mask = (rows < work.r)[:, None] & inside_n
         offsets = rows[:, None] * n + cols
-        x = _input(norm, own, sum_ptr, offsets, rows[:, None], cols, mask, n, "evict_first")
+        x = _input(norm, residual_rows, sum_ptr, offsets, rows[:, None], cols, mask, n, "evict_first")
         if TAIL > 0:
             mask_t = (rows < work.r)[:, None] & inside_t
             offsets_t = rows[:, None] * n + cols_t
-            t = _input(norm, own, sum_ptr, offsets_t, rows[:, None], cols_t, mask_t, n, "evict_first")
+            t = _input(norm, residual_rows, sum_ptr, offsets_t, rows[:, None], cols_t, mask_t, n, "evict_first")
         mean = tl.zeros((BLOCK_M,), tl.float32)
         if CENTRED:
             mean = tl.sum(x, 1)
@@ -195,10 +196,14 @@ def _forward_kernel(
                 tl.store(mean_ptr + rows, mean, mask=rows < work.r)
             if rstd_ptr is not None:
                 tl.store(rstd_ptr + rows, rstd, mask=rows < work.r)
-        y = _normalised(x, rstd, rows, cols, mask, inside_n, norm, own, scale, bias, n, numbers.scale_offset, HOLD)
+        y = x * rstd[:, None]
+        y = _scaled(y, rows, cols, mask, inside_n, norm, scale_rows, bias_rows, scale, bias, n, numbers.scale_offset, HOLD)
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         if TAIL > 0:
-            y = _normalised(t, rstd, rows, cols_t, mask_t, inside_t, norm, own, scale_t, bias_t, n, numbers.scale_offset, HOLD)
+            y = t * rstd[:, None]
+            y = _scaled(
+                y, rows, cols_t, mask_t, inside_t, norm, scale_rows, bias_rows, scale_t, bias_t, n, numbers.scale_offset, HOLD
+            )
             tl.store(y_ptr + offsets_t, y.to(y_ptr.dtype.element_ty), mask=mask_t)
 
 
@@ -242,12 +247,13 @@ def _long_forward_kernel(
     row, part, size, first, last, blocks = part_of_long_row(pid, n, split, 1, BLOCK_N)
     lanes = tl.arange(0, BLOCK_N)
     base = row * n
+    residual_rows = own.residual
     if found.squares is None:
         means = tl.zeros((BLOCK_N,), tl.float32)
         squares = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + i * BLOCK_N + lanes
-            x = _input(norm, own, sum_ptr, base + cols, row, cols, cols < last, n, "")
+            x = _input(norm, residual_rows, sum_ptr, base + cols, row, cols, cols < last, n, "")
             if CENTRED:
                 step = tl.where(cols < last, x - means, 0.0)
                 means += step * (1.0 / tl.full((), i + 1, tl.float32))
