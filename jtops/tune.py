@@ -306,7 +306,8 @@ def tune(
       JtopsError: `write` is a file that is no table, or cannot be written.
     """
     device = _device(dry_run)
-    tasks = _tasks(f, args, target.Target.parse(target.requested() or str(target.of_device(device))).platform)
+    on: Any = target.requested() or target.of_device(device)
+    tasks = _tasks(f, args, on.platform)
     if dry_run:
         found = tuple(Result(t.choice.problem, t.now.source, t.now) for t in tasks)
         for result in found:
@@ -339,7 +340,7 @@ def _device(dry_run: bool) -> Any:
             f"tune measures, and needs the GPU it tunes for; JAX computes on {jax.default_backend()} here. Run it on that GPU"
             + ('; what it would tune is said by a dry run under jtops.config.target("sm_90").' if dry_run else ".")
         )
-    if named and named != str(target.of_device(device)):
+    if named and named != target.of_device(device):
         raise UnsupportedError(f"tune measures on this process' {device.device_kind}, but jtops.config.target asks for {named}.")
     return device
 

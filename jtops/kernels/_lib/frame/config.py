@@ -36,8 +36,9 @@ class Config:
         for name, value in powers.items():
             if name == "PROGRAMS" and value is None:
                 continue
-            if not isinstance(value, int) or value < 1 or (name != "PROGRAMS" and value & (value - 1)):
-                rule = "positive, or None" if name == "PROGRAMS" else "a power of two"
+            power = name not in ("PROGRAMS", "WARPGROUPS")  # a block is one of these; a number of workers need not be
+            if not isinstance(value, int) or value < 1 or (power and value & (value - 1)):
+                rule = "a power of two" if power else "positive, or None" if name == "PROGRAMS" else "positive"
                 raise ValueError(f"Config: {name} must be {rule}; got {value!r}.")
         items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size}.items()))
         object.__setattr__(self, "_items", items)

@@ -210,7 +210,7 @@ def bind(call: Call, *args):
 @fused_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     outs = out_types(call, types_of(avals))
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = partition.mesh_of(avals)
     if AxisType.Explicit not in mesh.axis_types:
         return [jax_compat.shaped_array(o.shape, o.dtype, jax_compat.varying_axes(avals[0])) for o in outs]
     primals = call.split(avals)[0]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jtops.core.mesh import partition
+from jtops.core.target import Target
 from jtops.kernels._lib.frame.axes import AxisRule
 
 
@@ -59,7 +60,7 @@ class Call:
     present: tuple[bool, ...]  # which operands were given
     options: tuple[tuple[str, Any], ...]
     implementation: str | None
-    target: str | None
+    target: Target | None
     config: Any
     wrt: tuple[bool, ...] = ()  # over given operands: which are differentiated
     live: tuple[bool, ...] = ()  # over outs: which have a tangent or cotangent
