@@ -94,9 +94,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
 
     Returns:
-      A tuple of `Launched` records (name, path, reason, target, kernel, constants, options, config, variant, grid and, compiled for a
-      GPU, shared_bytes, registers, spill_bytes) that prints as a table. Where several devices share a program automatically, XLA
-      decides about an op's kernels while it splits the program, and one record says that.
+      A tuple of `Launched` records (name, path, reason, target, kernel, constants, options, config, variant, grid and, compiled
+      for a GPU, shared_bytes, registers, spill_bytes) that prints as a table. Where several devices share a program automatically,
+      XLA decides about an op's kernels while it splits the program, and one record says that.
 
     Raises:
       UnsupportedError, KernelCompileError: as lowering the call would.

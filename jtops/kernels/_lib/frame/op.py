@@ -222,7 +222,7 @@ def _abstract_eval(*avals, call):
         if call.stage == "vjp":  # JAX demands that a gradient has its primal's sharding
             return [p.sharding.spec for p in picked(primals, call.wrt)]
         plain = call.to("fwd" if call.stage == "fwd" else "out", wrt=(), live=())
-        shapes = [a.shape for a in (*primals, *outtypes_of(plain, types_of(primals)))]
+        shapes = [a.shape for a in (*primals, *out_types(plain, types_of(primals)))]
         outs = partition.decide(plain.mesh_axes(), shapes, mesh.shape, [p.sharding.spec for p in primals]).outs
         return picked(outs, call.live) if call.stage == "jvp" else outs
 
