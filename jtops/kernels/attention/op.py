@@ -13,9 +13,8 @@ from jtops.kernels._lib import checks, precision
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.spec import Case, Input, Spec
-from jtops.kernels.attention.portable.backward import backward
-from jtops.kernels.attention.portable.forward import forward
 from jtops.kernels.attention.reference import attention
+from jtops.kernels.attention.variants import BACKWARD, FORWARD
 
 _OP = "flash_attention"
 _MAX_HEAD_DIM = 256
@@ -28,17 +27,25 @@ def limits(q, k, v, *_, **__) -> str | None:
     return checks.kernel_floats(q, k, v)
 
 
-# q, k, v, query and key segment ids, query and key lengths, and the queries' indices, which tell a shard where it begins.
 _attention = fused_op(
     _OP,
-    "s (g r) d, t g d, t g e, s, t, (), (), s -> s (g r) e, s (g r)",
+    operands={
+        "q": "s (g r) d",
+        "k": "t g d",
+        "v": "t g e",
+        "q_ids": "s",
+        "kv_ids": "t",
+        "q_lengths": "",
+        "kv_lengths": "",
+    },
+    results={"out": "s (g r) e", "lse": "s (g r)"},
     reference=attention,
-    forward=forward,
-    backward=backward,
-    saves=(0, 1),
+    forward=FORWARD,
+    backward=BACKWARD,
+    saves=("out", "lse"),
     whole="t d e",
+    positions=("s",),
     limits=limits,
-    blocks="BLOCK_M BLOCK_N",
 )
 
 
@@ -78,7 +85,9 @@ def flash_attention(
       precision: of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       return_lse: also return the log of the sum of the exponentials, float32 [..., s, h], differentiable.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
-      config: blocks ``BLOCK_M`` (queries) and ``BLOCK_N`` (keys) of all three kernels. None: chosen by size and device.
+      config: blocks ``BLOCK_M`` (queries) and ``BLOCK_N`` (keys) of the kernels for every GPU, the variant "portable"; or
+        ``WARPGROUPS`` (2 or 3, of 64 queries) and ``BLOCK_N`` of the forward kernel for Hopper GPUs, "hopper". Kernels that have
+        other blocks take no notice of it. None: chosen by size and device.
 
     Returns:
       [..., s, h, e] of q's dtype, or (that, lse).
@@ -106,7 +115,6 @@ def flash_attention(
         raise ValueError(f'{_OP}: causal must be False, True, "top_left" or "bottom_right"; got {causal!r}.')
     if causal:
         right = 0 if right is None else min(right, 0)
-    masked = left is not None or right is not None or lengths[0] is not None
     out, lse = _attention(
         q,
         k,
@@ -114,7 +122,6 @@ def flash_attention(
         q_ids,
         kv_ids,
         *lengths,
-        jnp.arange(sizes["s"], dtype=jnp.int32) if masked else None,
         implementation=implementation,
         config=config,
         scale=1 / math.sqrt(max(sizes["d"], 1)) if scale is None else checks.static_float(_OP, "scale", scale),
@@ -122,7 +129,7 @@ def flash_attention(
         q_size=sizes["s"],
         left=left,
         right=right,
-        bottom_right=causal == "bottom_right",
+        align="bottom_right" if causal == "bottom_right" else None,
     )
     return (out, lse) if return_lse else out
 

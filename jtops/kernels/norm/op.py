@@ -23,8 +23,9 @@ from jtops.kernels.norm.forward import forward
 def _reference(x, scale, bias=None, *, epsilon, scale_offset, centred):
     wide = accumulator(x.dtype)
     y = x.astype(wide)
-    means = [jnp.mean(y, -1, keepdims=True)] if centred else []
-    for mean in means:
+    mean = None
+    if centred:
+        mean = jnp.mean(y, -1, keepdims=True)
         y = y - mean
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + epsilon)
     y = y * rstd
@@ -32,7 +33,8 @@ def _reference(x, scale, bias=None, *, epsilon, scale_offset, centred):
         y = y * (scale.astype(wide) + scale_offset)
     if bias is not None:
         y = y + bias.astype(wide)
-    return y.astype(x.dtype), *(mean[..., 0] for mean in means), rstd[..., 0]
+    statistics = (rstd,) if mean is None else (mean, rstd)
+    return y.astype(x.dtype), *(s[..., 0] for s in statistics)
 
 
 def _added(x, residual, *parameters, **options):
@@ -42,26 +44,29 @@ def _added(x, residual, *parameters, **options):
     return y.astype(x.dtype), total, *statistics
 
 
-_shared: dict[str, Any] = {
-    "forward": forward,
-    "backward": backward,
-    "whole": "n",
-    "limits": checks.kernel_floats,
-    "blocks": "BLOCK_M BLOCK_N PROGRAMS",
-}
+def _norm(name: str, *, adds: bool, centred: bool):
+    """One of the four ops: of a sum if it `adds`; layer_norm if it is `centred`, else rms_norm."""
+    operands = ("x", "residual") if adds else ("x",)
+    parameters = ("scale", "bias") if centred else ("scale",)
+    return fused_op(
+        name,
+        operands=dict.fromkeys(operands + parameters, "n"),
+        results={"y": "n", "sum": "n"} if adds else {"y": "n"},
+        residuals={"mean": "", "rstd": ""} if centred else {"rstd": ""},
+        saves=("sum",) if adds else (),
+        whole="n",
+        reference=functools.partial(_added if adds else _reference, centred=centred),
+        forward=functools.partial(forward, adds=adds, centred=centred),
+        backward=functools.partial(backward, adds=adds, centred=centred),
+        limits=checks.kernel_floats,
+        blocks="BLOCK_M BLOCK_N PROGRAMS",
+    )
 
 
-_layer_norm = fused_op(
-    "layer_norm", "n, n, n -> n", residuals="(), ()", reference=functools.partial(_reference, centred=True), **_shared
-)
-_rms_norm = fused_op("rms_norm", "n, n -> n", residuals="()", reference=functools.partial(_reference, centred=False), **_shared)
-_add_layer_norm = fused_op(
-    "add_layer_norm", "n, n, n, n -> n, n", residuals="(), ()", saves=(1,),
-    reference=functools.partial(_added, centred=True), **_shared,
-)  # fmt: skip
-_add_rms_norm = fused_op(
-    "add_rms_norm", "n, n, n -> n, n", residuals="()", saves=(1,), reference=functools.partial(_added, centred=False), **_shared
-)
+_layer_norm = _norm("layer_norm", adds=False, centred=True)
+_rms_norm = _norm("rms_norm", adds=False, centred=False)
+_add_layer_norm = _norm("add_layer_norm", adds=True, centred=True)
+_add_rms_norm = _norm("add_rms_norm", adds=True, centred=False)
 
 
 def _checked(op: str, parameters: dict[str, Any], epsilon, scale_offset, **arrays) -> tuple[tuple, dict[str, float]]:
