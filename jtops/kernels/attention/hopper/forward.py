@@ -388,6 +388,7 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
         skipped = 0
         if SKIPS:
             skipped = skipped_blocks(tile, mask, BLOCK_N, W)
+        if AHEAD and SKIPS:
             j = give_back(buffers, j, gl.where(more, skipped, 0))
         if AHEAD:  # without a next tile the product is of old data, and nobody reads it
             wait_full(buffers.q, i * WARPGROUPS + W, more)
@@ -421,6 +422,8 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
         else:
             tma_store_wait(0)
             mbarrier.arrive(buffers.q.empty.index(used), count=1)
+            if SKIPS:  # not before: the mover brings no keys of the next tile until q is free
+                j = give_back(buffers, j, gl.where(more, skipped, 0))
             wait_full(buffers.q, i * WARPGROUPS + W, more)
             wait_full(buffers.k, j, more)
             s = scores(buffers, slot, j)
@@ -535,6 +538,7 @@ def forward(launch: Launch, x):
     (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
     batch, block, q_size = launch.batch, head_block(max(d, e)), launch.options["q_size"]
     mask = mask_of(launch, x)
+    tiles = heuristic(d, e, s, mask.q_index is not None)
     if s == q_size:
         mask = mask._replace(q_index=None)
     dynamic = any(side is not None for side in (mask.left, mask.right, mask.q_lengths, mask.kv_lengths))
@@ -551,9 +555,8 @@ def forward(launch: Launch, x):
         "DYNAMIC": dynamic,
     }
     sizes = [f"sizes.{name}" for name in Sizes._fields]
-    config = launch.choose(
-        heuristic(d, e, s, dynamic), (forward_kernel,), given, name="out", rounded=("mask.left", "mask.right", *sizes), d=d, e=e
-    )
+    rounded = ("mask.left", "mask.right", *sizes)
+    config = launch.choose(tiles, (forward_kernel,), given, name="out", rounded=rounded, d=d, e=e)
     check(config)
     block_n, warpgroups = config["BLOCK_N"], config["WARPGROUPS"]
     described = lambda array, size: TensorDescriptor.from_array(array, (1, size, 1, block))
