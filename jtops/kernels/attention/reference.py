@@ -9,7 +9,7 @@ from jtops.kernels._lib.precision import accumulator, lax_precision
 def visible(s, t, q_ids, kv_ids, q_lengths, kv_lengths, q_index, *, q_size, left, right, bottom_right):
     """Which query may see which key: boolean, broadcastable to [..., s, t]."""
     i, j = jnp.arange(s)[:, None] if q_index is None else q_index[..., :, None], jnp.arange(t)[None, :]
-    length = lambda lengths, size: jnp.asarray(size) if lengths is None else lengths[..., None, None]
+    length = lambda lengths, size: jnp.asarray(size) if lengths is None else jnp.minimum(lengths, size)[..., None, None]
     q_length, kv_length = length(q_lengths, q_size), length(kv_lengths, t)
     mask = (i < q_length) & (j < kv_length)
     position = i + kv_length - q_length if bottom_right else i
