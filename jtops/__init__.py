@@ -50,3 +50,7 @@ try:
     __version__ = version("jtops")
 except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "unknown"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,8 +1,12 @@
-"""What `jtops.linen` and `jtops.nnx` share: which calls of Flax's layers the ops serve, and as which calls of ops. No Flax here."""
+"""What `jtops.linen` and `jtops.nnx` share: which calls of Flax's layers the ops serve, and as which calls of ops. No Flax here.
+
+A rule that says whether an op serves a call gives None, or the reason why Flax's own code computes it (`by_flax`).
+"""
 
 import importlib.util
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -11,8 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jtops import config
+from jtops.errors import UnsupportedError
 from jtops.kernels._lib.checks import KERNEL_FLOATS
 from jtops.kernels.attention import flash_attention
+from jtops.kernels.attention.op import limits as attention_limits
 from jtops.kernels.matmul import matmul
 
 
@@ -27,38 +34,75 @@ def of_flax(flax: ModuleType, name: str, module: str) -> Any:
     raise AttributeError(f"module {module!r} has no attribute {name!r}, nor has {flax.__name__!r}")
 
 
+def names_of(module: dict[str, Any], flax: ModuleType) -> list[str]:
+    """What ``dir`` shows of a module that stands in for `flax`: its own public names, and Flax's."""
+    return sorted({*module["__all__"], *(name for name in dir(flax) if not name.startswith("_"))})
+
+
+def by_flax(what: str, reason: str):
+    """Context manager in which Flax's own code, or XLA, computes a call of `what` that no op serves.
+
+    The name scope says so to `jtops.explain`, also of functions that were traced before.
+
+    Raises:
+      UnsupportedError: under ``jtops.config.flax_fallback("error")``.
+    """
+    if config.flax_fallback.value == "error":
+        raise UnsupportedError(
+            f'{what}: no op of jtops serves this call ({reason}), and jtops_flax_fallback is "error". Change the call, or let Flax '
+            'compute it: jtops.config.flax_fallback("allow").'
+        )
+    return jax.named_scope(f"jtops_{what}_flax__{re.sub(r'\W+', '_', reason)}")
+
+
+def _no_kernel(*dtypes: Any) -> str | None:
+    others = sorted({str(jnp.dtype(dtype)) for dtype in dtypes if jnp.dtype(dtype) not in KERNEL_FLOATS})
+    return f"no kernel for {' and '.join(others)}" if others else None
+
+
+def _at_least_16_bits(dtype: Any) -> Any:
+    """float32 for floats of 8 bits, which have no kernel and promote to nothing; every other dtype as it is."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1 else dtype
+
+
 def _last(axes: Any, ndim: int) -> bool:
     axes = tuple(axes) if isinstance(axes, Iterable) else (axes,)
     return {axis + ndim if axis < 0 else axis for axis in axes} == {ndim - 1}
 
 
-def serves_norm(layer: Any, x: Any, mask: Any) -> bool:
-    """Whether layer_norm and rms_norm compute what this normalisation layer of Flax is set to."""
+def unserved_norm(layer: Any, x: Any, mask: Any, *parameters: Any) -> str | None:
+    """Why layer_norm and rms_norm do not compute what this normalisation layer of Flax is set to.
+
+    `parameters` are the dtypes of scale and bias, as far as the layer has them.
+    """
     ndim = jnp.ndim(x)
-    dtypes = (jnp.result_type(x), layer.param_dtype, layer.dtype or layer.param_dtype)
-    return (
-        ndim > 0
-        and mask is None
-        and layer.axis_name is None
-        and _last(layer.reduction_axes, ndim)
-        and _last(layer.feature_axes, ndim)
-        and not isinstance(layer.epsilon, jax.core.Tracer)
-        and not any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
-    )
+    if ndim == 0:
+        return "the input has no axis"
+    if mask is not None:
+        return "a mask is given"
+    if layer.axis_name is not None:
+        return "statistics are shared over axis_name"
+    if not (_last(layer.reduction_axes, ndim) and _last(layer.feature_axes, ndim)):
+        return "reduction or feature axes are not the last one"
+    if isinstance(layer.epsilon, jax.core.Tracer):
+        return "epsilon is traced"
+    return _no_kernel(jnp.result_type(*map(_at_least_16_bits, (jnp.result_type(x), *parameters, layer.dtype or jnp.float16))))
 
 
 def normalize(op: Callable[..., jax.Array], x: Any, *parameters: jax.Array | None, epsilon: Any, dtype: Any) -> jax.Array:
     """`op` of `x`, rounded once, to `dtype`, as Flax's layers round: neither `x` nor the result passes through a shorter one."""
     x = jnp.asarray(x)
-    return op(x.astype(jnp.promote_types(x.dtype, dtype)), *parameters, epsilon=epsilon).astype(dtype)
+    wide = lambda p: None if p is None else p.astype(_at_least_16_bits(p.dtype))
+    x = x.astype(jnp.promote_types(_at_least_16_bits(x.dtype), _at_least_16_bits(dtype)))
+    return op(x, *map(wide, parameters), epsilon=epsilon).astype(dtype)
 
 
-def _serves_product(x: jax.Array, kernel: jax.Array, precision: Any) -> bool:
-    return (
-        x.dtype == kernel.dtype
-        and x.dtype in (*KERNEL_FLOATS, jnp.float64)
-        and (precision is None or isinstance(precision, str | lax.Precision))
-    )
+def _unserved_product(x: jax.Array, kernel: jax.Array, precision: Any) -> str | None:
+    if x.dtype != kernel.dtype:
+        return f"two dtypes, {x.dtype} and {kernel.dtype}"
+    if not (precision is None or isinstance(precision, str | lax.Precision)):
+        return "a precision for each operand"
+    return _no_kernel(x.dtype)
 
 
 def dot_general(
@@ -73,7 +117,7 @@ def dot_general(
     """``jax.lax.dot_general`` by `jtops.matmul`, where the product is one of matrices as they lie in memory.
 
     That is: batch axes lead in both operands, the last axes of `lhs` are summed with the next of `rhs`, both in order, and both
-    have one of the dtypes float32, bfloat16, float16 and float64, as in Flax's dense and attention layers. Everything else (a
+    have one of the dtypes float32, bfloat16 and float16, as in Flax's dense and attention layers. Everything else (a
     summed axis elsewhere, other or two dtypes, an `out_sharding`, a `precision` for each operand) is ``jax.lax.dot_general``'s.
 
     Args:
@@ -89,15 +133,22 @@ def dot_general(
     """
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = (tuple(map(tuple, axes)) for axes in dimension_numbers)
     b, c = len(lhs_batch), len(lhs_summed)
-    if not (
+    as_matrices = (
         c
-        and out_sharding is None
         and lhs_batch == rhs_batch == tuple(range(b))
         and lhs_summed == tuple(range(lhs.ndim - c, lhs.ndim))
         and rhs_summed == tuple(range(b, b + c))
-        and _serves_product(lhs, rhs, precision)
-    ):
-        return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+    )
+    reason = (
+        "an out_sharding is given"
+        if out_sharding is not None
+        else _unserved_product(lhs, rhs, precision)
+        if as_matrices
+        else "the operands are no matrices as they lie in memory"
+    )
+    if reason is not None:
+        with by_flax("dot_general", reason):
+            return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
     batch, free, summed, features = lhs.shape[:b], lhs.shape[b : lhs.ndim - c], rhs.shape[b : b + c], rhs.shape[b + c :]
     k = math.prod(summed)
     y = matmul(
@@ -111,7 +162,7 @@ def dot_general(
 
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
     """``x @ kernel + bias`` over the last axis of `x`, in one kernel where there is one."""
-    if bias is not None and bias.dtype == x.dtype and _serves_product(x, kernel, precision):
+    if bias is not None and bias.dtype == x.dtype and _unserved_product(x, kernel, precision) is None:
         return matmul(x, kernel, bias=bias, precision=precision)
     y = dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), precision)
     return y if bias is None else y + bias
@@ -135,16 +186,29 @@ def attend(flax_attention: Callable[..., jax.Array], promote_dtype: Callable, *a
     options = inspect.signature(flax_attention).bind(*args, **kwargs).arguments
     if causal:
         options.pop("is_causal", None)
-    given = {name for name, value in options.items() if value is not parameters[name].default}
-    dropout = options.get("dropout_rate", 0.0) > 0.0 and not options.get("deterministic", False)
-    precision = options.get("precision")
-    if given - _SERVED or dropout or not (precision is None or isinstance(precision, str | lax.Precision)):
+    dtype = options.get("dtype")
+    promote_dtype = options.get("promote_dtype", promote_dtype)
+    q, k, v = promote_dtype((options["query"], options["key"], options["value"]), dtype=dtype)
+    if (reason := _unserved_attention(options, parameters, q, k, v)) is not None:
         if causal:
             options["mask"] = _causal_mask(options["query"], options["key"], options.get("mask"))
-        return flax_attention(**options)
-    promote_dtype = options.get("promote_dtype", promote_dtype)
-    q, k, v = promote_dtype((options["query"], options["key"], options["value"]), dtype=options.get("dtype"))
+        with by_flax("dot_product_attention", reason):
+            return flax_attention(**options)
+    precision = options.get("precision")
     return flash_attention(q, k, v, causal="bottom_right" if causal else options.get("is_causal", False), precision=precision)
+
+
+def _unserved_attention(options: dict[str, Any], parameters: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    given = {name for name, value in options.items() if value is not parameters[name].default}
+    if others := sorted(given - _SERVED):
+        return f"{' and '.join(others)} given"
+    if options.get("dropout_rate", 0.0) > 0.0 and not options.get("deterministic", False):
+        return "dropout is active"
+    if not (options.get("precision") is None or isinstance(options["precision"], str | lax.Precision)):
+        return "a precision for each operand"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"several dtypes, {q.dtype}, {k.dtype} and {v.dtype}"
+    return _no_kernel(q.dtype) or attention_limits(q, k, v)
 
 
 def _causal_mask(query: jax.Array, key: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -21,36 +21,49 @@ Every setting here changes what is traced, so every one is part of JAX's jit key
 alone, or with a plain global, a jitted function silently keeps the choice it was first traced with.
 """
 
-from typing import Literal
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
 
 from jtops._compat import jax as jax_compat
 
-__all__ = ["Implementation", "implementation", "interpret", "launch", "target", "tuning"]
+__all__ = ["Implementation", "Setting", "flax_fallback", "implementation", "interpret", "launch", "target", "tuning"]
 
 Implementation = Literal["triton", "xla", "interpret"]
 
-implementation = jax_compat.config_state(
+
+class Setting[T](Protocol):
+    """A setting: called, a context manager in which it has another value; `value` is the one in force."""
+
+    @property
+    def value(self) -> T | None:
+        """The value in force; None is the library's choice."""
+
+    def __call__(self, value: T | None, /) -> AbstractContextManager[Any]:
+        """Context manager: this value, for this thread and block."""
+
+
+implementation: Setting[Implementation] = jax_compat.config_state(
     "jtops_implementation",
     "How ops run where the call itself does not say: 'triton' (the kernel; needs a GPU), 'xla' (the plain jax.numpy "
     "reference), 'interpret' (the kernel, interpreted with NumPy on the host), or None: Triton on GPUs, XLA elsewhere.",
     values=("triton", "xla", "interpret"),
 )
 
-target = jax_compat.config_state(
+target: Setting[str] = jax_compat.config_state(
     "jtops_target",
     "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
     "lowering on a machine without that GPU. None: the device itself.",
     pattern=r"(sm_?)?\d{2,3}a?|\d{1,2}\.\d|gfx[0-9a-f]{3,4}",
 )
 
-tuning = jax_compat.config_state(
+tuning: Setting[Literal["cached", "always", "never"]] = jax_compat.config_state(
     "jtops_tuning",
     "When the configs of a kernel under @triton.autotune are timed: 'always' (once in every process), 'never' (the table on disk, "
     "else the first config that compiles), or 'cached', the same as None (the table on disk, else timed, where there is a GPU).",
     values=("cached", "always", "never"),
 )
 
-launch = jax_compat.config_state(
+launch: Setting[Literal["ffi", "ptx"]] = jax_compat.config_state(
     "jtops_launch",
     "How compiled programs launch kernels on NVIDIA GPUs: 'ffi' (jaxlib's Triton call, which serves every kernel), 'ptx' (XLA's "
     "own PTX call, cheaper for the host; an error where a kernel does not fit it), or None: the library's choice.",
@@ -58,6 +71,14 @@ launch = jax_compat.config_state(
 )
 
 
-def interpret():
+flax_fallback: Setting[Literal["allow", "error"]] = jax_compat.config_state(
+    "jtops_flax_fallback",
+    "What a layer of jtops.linen or jtops.nnx does with a call that no op serves: 'allow', the same as None (Flax's own code "
+    "computes it, and jtops.explain lists it with the reason), or 'error' (UnsupportedError, which says the reason).",
+    values=("allow", "error"),
+)
+
+
+def interpret() -> AbstractContextManager[Any]:
     """Context manager: run kernels in the interpreter. The same as ``implementation("interpret")``."""
     return implementation("interpret")

@@ -16,7 +16,7 @@ What is not defined here, such as ``nn.Module``, is Flax's.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +45,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Everything else is Flax's, so that this module stands in for ``flax.linen``."""
-    return _layers.of_flax(nn, name, __name__)
+if TYPE_CHECKING:  # so that type checkers know everything else as Flax's own
+    from flax.linen import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Everything else is Flax's, so that this module stands in for ``flax.linen``."""
+        return _layers.of_flax(nn, name, __name__)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(nn)})
+    return _layers.names_of(globals(), nn)
 
 
 def _flax(layer: type[nn.Module]) -> Callable:
@@ -59,21 +63,28 @@ def _flax(layer: type[nn.Module]) -> Callable:
     return inspect.unwrap(layer.__call__)
 
 
+def _unserved_norm(layer: Any, x: Any, mask: Any, parameters: bool) -> str | None:
+    if not layer.force_float32_reductions:
+        return "force_float32_reductions is False"
+    return _layers.unserved_norm(layer, x, mask, *([layer.param_dtype] if parameters else ()))
+
+
 class LayerNorm(nn.LayerNorm):
     """``flax.linen.LayerNorm`` by `jtops.layer_norm`.
 
-    Statistics and arithmetic are float32, or float64 for float64. The variance is the mean of squared deviations, in two passes,
+    Statistics and arithmetic are float32. The variance is the mean of squared deviations, in two passes,
     whatever `use_fast_variance` says: more accurate than Flax's default.
 
     Flax computes: reduction or feature axes other than the last, `axis_name`, a `mask`, ``force_float32_reductions=False``, a
-    traced `epsilon`, complex numbers.
+    traced `epsilon`, dtypes without a kernel (float64, complex numbers).
     """
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """[..., n] -> [..., n] of dtype `dtype`; None is what x, scale and bias promote to."""
-        if not self.force_float32_reductions or not _layers.serves_norm(self, x, mask):
-            return _flax(nn.LayerNorm)(self, x, mask=mask)
+        if (reason := _unserved_norm(self, x, mask, self.use_scale or self.use_bias)) is not None:
+            with _layers.by_flax("LayerNorm", reason):
+                return _flax(nn.LayerNorm)(self, x, mask=mask)
         n = (x.shape[-1],)
         scale = self.param("scale", self.scale_init, n, self.param_dtype) if self.use_scale else None
         bias = self.param("bias", self.bias_init, n, self.param_dtype) if self.use_bias else None
@@ -87,8 +98,9 @@ class RMSNorm(nn.RMSNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """[..., n] -> [..., n] of dtype `dtype`; None is what x and scale promote to."""
-        if not self.force_float32_reductions or not _layers.serves_norm(self, x, mask):
-            return _flax(nn.RMSNorm)(self, x, mask=mask)
+        if (reason := _unserved_norm(self, x, mask, self.use_scale)) is not None:
+            with _layers.by_flax("RMSNorm", reason):
+                return _flax(nn.RMSNorm)(self, x, mask=mask)
         scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype) if self.use_scale else None
         dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
         return _layers.normalize(rms_norm, x, scale, epsilon=self.epsilon, dtype=dtype)
@@ -100,7 +112,7 @@ class Dense(nn.Dense):
     Sums are float32. ``precision=None`` is what ``jax_default_matmul_precision`` says, else float32 accuracy.
 
     Flax computes: a `dot_general` or `dot_general_cls` of one's own. XLA multiplies what `dot_general` hands it: dtypes other than
-    floats of 16, 32 and 64 bits, a `precision` for each operand.
+    floats of 16 and 32 bits, a `precision` for each operand.
     """
 
     dot_general: Any = dot_general
@@ -109,7 +121,8 @@ class Dense(nn.Dense):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., k] -> [..., features] of dtype `dtype`; None is what inputs, kernel and bias promote to."""
         if self.dot_general is not dot_general or self.dot_general_cls is not None:
-            return _flax(nn.Dense)(self, inputs)
+            with _layers.by_flax("Dense", "a dot_general of its own"):
+                return _flax(nn.Dense)(self, inputs)
         kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
@@ -119,8 +132,8 @@ class Dense(nn.Dense):
 class DenseGeneral(nn.DenseGeneral):
     """``flax.linen.DenseGeneral`` with `dot_general` by `jtops.matmul`; the bias is added by XLA.
 
-    XLA multiplies what `dot_general` hands it: a summed `axis` that is not among the last ones, dtypes other than floats of 16, 32
-    and 64 bits, a `precision` for each operand.
+    XLA multiplies what `dot_general` hands it: a summed `axis` that is not among the last ones, dtypes other than floats of 16 and
+    32 bits, a `precision` for each operand.
     """
 
     dot_general: Any = dot_general
@@ -131,7 +144,8 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *a
     """``flax.linen.dot_product_attention`` by `jtops.flash_attention`, with its options.
 
     Scores, softmax and sums are float32, whatever `force_fp32_for_softmax` says. Flax computes: `bias`, `mask`, dropout that is
-    active, a `module` to sow weights into, einsums of one's own, a `precision` for each operand.
+    active, a `module` to sow weights into, einsums of one's own, a `precision` for each operand, dtypes and head dims without a
+    kernel.
 
     Args:
       query: [..., s, h, d], of any floating dtype; `dtype`, or what the three promote to, is the result's.

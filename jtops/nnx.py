@@ -16,7 +16,7 @@ What is not defined here, such as ``nnx.Module``, is Flax's.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -43,13 +43,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Everything else is Flax's, so that this module stands in for ``flax.nnx``."""
-    return _layers.of_flax(nnx, name, __name__)
+if TYPE_CHECKING:  # so that type checkers know everything else as Flax's own
+    from flax.nnx import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Everything else is Flax's, so that this module stands in for ``flax.nnx``."""
+        return _layers.of_flax(nnx, name, __name__)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(nnx)})
+    return _layers.names_of(globals(), nnx)
 
 
 def _signature_of[F: Callable](layer: Any) -> Callable[[F], F]:
@@ -61,20 +65,27 @@ def _value(parameter: Any) -> jax.Array | None:
     return None if parameter is None else parameter[...]
 
 
+def _dtypes(*parameters: jax.Array | None) -> list:
+    return [x.dtype for x in parameters if x is not None]
+
+
 class LayerNorm(nnx.LayerNorm):
     """``flax.nnx.LayerNorm`` by `jtops.layer_norm`.
 
-    Statistics and arithmetic are float32, or float64 for float64. The variance is the mean of squared deviations, in two passes,
+    Statistics and arithmetic are float32. The variance is the mean of squared deviations, in two passes,
     whatever `use_fast_variance` says: more accurate than Flax's default.
 
-    Flax computes: reduction or feature axes other than the last, `axis_name`, a `mask`, a traced `epsilon`, complex numbers.
+    Flax computes: reduction or feature axes other than the last, `axis_name`, a `mask`, a traced `epsilon`, dtypes without a kernel
+    (float64, complex numbers).
     """
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """[..., num_features] -> the same shape, of dtype `dtype`; None is what x, scale and bias promote to."""
-        if not _layers.serves_norm(self, x, mask):
-            return super().__call__(x, mask=mask)
+        given = x
         x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
+        if (reason := _layers.unserved_norm(self, x, mask, *_dtypes(scale, bias))) is not None:
+            with _layers.by_flax("LayerNorm", reason):
+                return super().__call__(given, mask=mask)
         dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         return _layers.normalize(layer_norm, x, scale, bias, epsilon=self.epsilon, dtype=dtype)
 
@@ -84,9 +95,11 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """[..., num_features] -> the same shape, of dtype `dtype`; None is what x and scale promote to."""
-        if not _layers.serves_norm(self, x, mask):
-            return super().__call__(x, mask=mask)
+        given = x
         x, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        if (reason := _layers.unserved_norm(self, x, mask, *_dtypes(scale))) is not None:
+            with _layers.by_flax("RMSNorm", reason):
+                return super().__call__(given, mask=mask)
         dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
         return _layers.normalize(rms_norm, x, scale, epsilon=self.epsilon, dtype=dtype)
 
@@ -97,7 +110,7 @@ class Linear(nnx.Linear):
     Sums are float32. ``precision=None`` is what ``jax_default_matmul_precision`` says, else float32 accuracy.
 
     Flax computes: a `dot_general` of one's own, `out_sharding`, `preferred_element_type` (the product is still `jtops.matmul`).
-    XLA multiplies what `dot_general` hands it: dtypes other than floats of 16, 32 and 64 bits, a `precision` for each operand.
+    XLA multiplies what `dot_general` hands it: dtypes other than floats of 16 and 32 bits, a `precision` for each operand.
     """
 
     @_signature_of(nnx.Linear)
@@ -107,7 +120,8 @@ class Linear(nnx.Linear):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] -> [..., out_features] of dtype `dtype`; None is what inputs, kernel and bias promote to."""
         if self.dot_general is not dot_general or out_sharding is not None or self.preferred_element_type is not None:
-            return super().__call__(inputs, out_sharding)
+            with _layers.by_flax("Linear", "a dot_general, out_sharding or preferred_element_type of its own"):
+                return super().__call__(inputs, out_sharding)
         inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], _value(self.bias)), dtype=self.dtype)
         return _layers.linear(inputs, kernel, bias, self.precision)
 
@@ -116,7 +130,7 @@ class LinearGeneral(nnx.LinearGeneral):
     """``flax.nnx.LinearGeneral`` with `dot_general` by `jtops.matmul`; the bias is added by XLA.
 
     XLA multiplies what `dot_general` hands it: a summed `axis` that is not among the last ones, `out_sharding`, dtypes other than
-    floats of 16, 32 and 64 bits, a `precision` for each operand.
+    floats of 16 and 32 bits, a `precision` for each operand.
     """
 
     @_signature_of(nnx.LinearGeneral)
@@ -129,7 +143,8 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *a
     """``flax.nnx.dot_product_attention`` by `jtops.flash_attention`, with its options.
 
     Scores, softmax and sums are float32. `is_causal` is passed as such: no mask is made, and what it hides is not read. Flax
-    computes: `bias`, `mask`, dropout that is active, a `module` to sow weights into, a `precision` for each operand.
+    computes: `bias`, `mask`, dropout that is active, a `module` to sow weights into, a `precision` for each operand, dtypes and
+    head dims without a kernel.
 
     Args:
       query: [..., s, h, d], of any floating dtype; `dtype`, or what the three promote to, is the result's.

@@ -38,7 +38,9 @@ from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 from jtops.kernels import specs
 from jtops.kernels._lib.frame import tuned
 from jtops.kernels._lib.frame.config import Config
-from jtops.kernels._lib.frame.op import Call, fused_p, run_kernel
+from jtops.kernels._lib.frame.local import run_kernel
+from jtops.kernels._lib.frame.op import fused_p
+from jtops.kernels._lib.frame.stages import Call, spread
 from jtops.kernels._lib.spec import Case, Input, Spec, with_gradients
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
@@ -97,10 +99,8 @@ def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
     for equation in _equations(jax.make_jaxpr(functools.partial(f))(*args).jaxpr):  # a new function: JAX remembers traces
         call = equation.params["call"]
         avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
-        primals = iter(avals)
-        operands = [next(primals) if present else None for present in call.present]
-        kernel = call.stage != "jvp" and call.implementation in (None, "triton") and all(math.prod(a.shape) for a in avals)
-        if kernel and call.op.limits(*operands, **dict(call.options)) is None:
+        kernel = call.has_launcher and call.implementation in (None, "triton") and all(math.prod(a.shape) for a in avals)
+        if kernel and call.limits(spread(avals[: call.n_in], call.present)) is None:
             with tuned.choices() as choices:
                 jax.eval_shape(_stage(call, platform), *avals)
             for choice, now in choices:
@@ -305,7 +305,8 @@ def tune(
       JtopsError: `write` is a file that is no table, or cannot be written.
     """
     device = _device(dry_run)
-    tasks = _tasks(f, args, target.Target.parse(target.requested() or str(target.of_device(device))).platform)
+    on: Any = target.requested() or target.of_device(device)
+    tasks = _tasks(f, args, on.platform)
     if dry_run:
         found = tuple(Result(t.choice.problem, t.now.source, t.now) for t in tasks)
         for result in found:
@@ -338,7 +339,7 @@ def _device(dry_run: bool) -> Any:
             f"tune measures, and needs the GPU it tunes for; JAX computes on {jax.default_backend()} here. Run it on that GPU"
             + ('; what it would tune is said by a dry run under jtops.config.target("sm_90").' if dry_run else ".")
         )
-    if named and named != str(target.of_device(device)):
+    if named and named != target.of_device(device):
         raise UnsupportedError(f"tune measures on this process' {device.device_kind}, but jtops.config.target asks for {named}.")
     return device
 

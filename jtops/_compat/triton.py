@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from jtops._compat.versions import parsed
@@ -136,6 +137,35 @@ def compile_source(source, target, options) -> Any:
     """``triton.compile``."""
     with _llvm_for(target):
         return triton.compile(source, target=target, options=options)
+
+
+def source_of(kernel, signature: dict[str, Any], constants: dict[tuple, Any], aligned: list[tuple], key: str) -> Any:
+    """What `compile_source` compiles: a kernel for parameters of these types.
+
+    Args:
+      kernel: of Triton or Gluon.
+      signature: Triton's type of each parameter, "constexpr" for a constant, a tuple of these for a tuple.
+      constants: by path of the parameter, as are those that are `aligned` to 16.
+      key: what tells the kernel from others beside what Triton sees of it.
+    """
+    kind = GluonASTSource if is_gluon(kernel) else ASTSource
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    source = kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    if key:
+        content = source.hash() + key
+        source.hash = lambda: hashlib.sha256(content.encode()).hexdigest()
+    return source
+
+
+def when_compiled(source, call: Callable[[], Any]) -> None:
+    """Have ``call()`` run when `source` is compiled, which it is only where Triton's disk cache has no entry for it."""
+    make_ir = source.make_ir
+
+    def noted(*args, **kwargs):
+        call()
+        return make_ir(*args, **kwargs)
+
+    source.make_ir = noted
 
 
 def ptxas(capability: int) -> str:

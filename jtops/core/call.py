@@ -1,97 +1,14 @@
 """triton_call: a Triton kernel as a JAX operation."""
 
-import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad
-from jax.interpreters.batching import primitive_batchers
-
-from jtops import config
-from jtops._compat import jax as jax_compat
-from jtops._compat import triton as triton_compat
-from jtops.core import notes, target
-from jtops.core.launch import inplace, lowering, vmap
-from jtops.core.launch.binding import bind, called_grid, check_keywords, launch_options, normalize_grid, out_array
+from jtops.core.launch import keywords
+from jtops.core.launch.request import GridOrFn, Request
 from jtops.core.launch.vmap import GridBatch
-from jtops.core.legacy import names as legacy
-from jtops.core.mesh.sharded import ShardingRule, by_rule, refuse_sharded
-from jtops.core.tuning import settle
-from jtops.core.types import Bound, Constexpr, Scalar
-from jtops.errors import UnsupportedError
-
-Grid = int | Sequence[int]
-GridOrFn = Grid | Callable[[dict[str, Any]], Grid]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KernelCall:
-    """Everything about a call but its arrays. Hashable: it is the primitive's one parameter, and part of JAX's cache keys."""
-
-    kernel: Any = dataclasses.field(hash=False)  # compared by identity; Triton's hash of it would parse its source each time
-    bound: Bound
-    grid: tuple[int, int, int]
-    out_types: tuple[jax.ShapeDtypeStruct, ...]
-    name: str
-    options: tuple[tuple[str, Any], ...]
-    target: str | None
-    interpret: bool
-    has_side_effect: bool
-    cost: tuple[tuple[str, int], ...] | None
-    metadata: bytes
-    aliases: tuple[tuple[int, int], ...] = ()  # (array operand, output) that are one buffer; the output has no parameter
-    zeroed: tuple[int, ...] = ()  # outputs set to zero before each launch
-    launch: str | None = None  # the launch path asked for
-    vmap_method: str | GridBatch | None = None
-    batched: tuple[bool, ...] = ()  # GridBatch: which operands have a batch axis, once vmap has given one
-    config_source: str = dataclasses.field(default="", compare=False)  # for `explain`; changes nothing
-
-
-triton_call_p = Primitive("triton_call")
-triton_call_p.multiple_results = True
-
-
-@triton_call_p.def_impl
-def _run_eagerly(*args, call):
-    if any(isinstance(x, jax.Ref) for x in args):
-        with jax.disable_jit(False):  # a Ref is turned into values where a jitted function is compiled
-            return _jitted(call)(*args)
-    return jax_compat.apply_primitive(triton_call_p, *args, call=call)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(call):
-    return jax.jit(functools.partial(triton_call_p.bind, call=call))
-
-
-@triton_call_p.def_effectful_abstract_eval
-def _abstract_eval(*args, call):
-    refuse_sharded(call.name, args)
-    varying = frozenset().union(*map(jax_compat.varying_axes, args))
-    types = [jax_compat.shaped_array(t.shape, t.dtype, varying) for t in call.out_types]
-    return types, jax_compat.effects_of(args, call.has_side_effect)
-
-
-def _no_derivative(primals, tangents, *, call):
-    raise UnsupportedError(
-        f"kernel {call.name}: triton_call has no derivative. Wrap it in jax.custom_vjp (or custom_jvp) with your backward kernel, "
-        "or use a jtops op, which has one."
-    )
-
-
-def _bind(arrays, call):
-    return triton_call_p.bind(*jax_compat.vary_together(arrays), call=call)
-
-
-ad.primitive_jvps[triton_call_p] = _no_derivative
-primitive_batchers[triton_call_p] = functools.partial(vmap.batch, _bind)
-jax_compat.keep_unused(triton_call_p)
-jax_compat.discharge(triton_call_p, functools.partial(inplace.discharged, triton_call_p))
-lowering.register(triton_call_p)
+from jtops.core.mesh import sharded
+from jtops.core.mesh.sharded import ShardingRule
+from jtops.core.target import Target
 
 
 def triton_call(
@@ -104,7 +21,7 @@ def triton_call(
     num_stages: int | None = None,
     num_ctas: int | None = None,
     cluster_size: int | None = None,
-    compute_capability: int | str | None = None,
+    compute_capability: int | str | Target | None = None,
     backend_options: Mapping[str, Any] | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
     zeroed_outputs: Sequence[int] | Callable[[dict[str, Any]], Sequence[int]] = (),
@@ -129,7 +46,8 @@ def triton_call(
 
     Args:
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
-        and tuples of these, which the kernel gets as tuples.
+        and tuples of these, which the kernel gets as tuples, NamedTuples with their fields. In a tuple a ``tl.constexpr``, a
+        boolean, a string and None are constants.
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
         config is settled while tracing (`jtops.core.tuning.settle`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
@@ -171,51 +89,27 @@ def triton_call(
       KernelCompileError: the kernel does not compile for the target, or needs more shared memory than it has.
       UnsupportedError: lowered for a platform without Triton kernels; differentiated or vmapped without a rule of its own.
     """
-    kwargs, out_type, backend_options, compute_capability = legacy.keywords(
-        kernel, kwargs, out_type, backend_options, compute_capability
-    )
-    given = {name: value for name, value in locals().items() if name in _KEYWORDS}
-    if sharding_rule is not None:  # first: what follows is then about one shard
-        return by_rule(triton_call, args, kwargs, given)
-    if settle.is_decorated(kernel):
-        return settle.call(triton_call, args, kwargs, given)
-    function = triton_compat.kernel_function(kernel)
-    check_keywords(function, kwargs, _KEYWORDS, out_type=out_type, grid=grid)
-    options = launch_options(function, num_warps, num_stages, num_ctas, backend_options, debug, cluster_size)
-    leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
-    outs = tuple(out_array(function, leaf) for leaf in leaves)
-    wanted = inplace.checked_aliases(function, input_output_aliases, outs)
-    kwargs = vmap.with_strides(function, vmap_method, kwargs)
-    bound, arrays, aliases = bind(function, args, kwargs, options, leaves, wanted)
-    meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)
-    grid3 = normalize_grid(called_grid(grid, meta, function) if callable(grid) else grid, function.__name__)
-    zeroed = inplace.zeroed_indices(function, zeroed_outputs, meta, outs)
-    vmap.check(function, vmap_method, bound, aliases, grid3)
-    if grid3[0] % (cluster := dict(options).get("cluster_size", 1)):
-        raise ValueError(
-            f"kernel {function.__name__}: a grid of {grid3} does not split into clusters of {cluster} along its first axis."
-        )
-    if 0 in grid3:
-        return tree.unflatten(inplace.without_launch(outs, aliases, zeroed, arrays))
-    call = KernelCall(
-        kernel=function,
-        bound=bound,
-        grid=grid3,
-        out_types=outs,
-        name=name or function.__name__,
-        options=options,
-        target=target.requested() if compute_capability is None else str(target.Target.parse(compute_capability)),
-        interpret=config.implementation.value == "interpret" if interpret is None else bool(interpret),
+    request = Request(
+        args=args,
+        kwargs=kwargs,
+        kernel=kernel,
+        out_type=out_type,
+        grid=grid,
+        name=name,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_ctas=num_ctas,
+        cluster_size=cluster_size,
+        compute_capability=compute_capability,
+        backend_options=backend_options,
+        input_output_aliases=input_output_aliases,
+        zeroed_outputs=zeroed_outputs,
+        interpret=interpret,
+        debug=debug,
         has_side_effect=has_side_effect,
-        cost=None if cost_estimate is None else tuple(sorted(cost_estimate.items())),
-        metadata=serialized_metadata,
-        aliases=aliases,
-        zeroed=zeroed,
-        launch=config.launch.value,
+        cost_estimate=cost_estimate,
+        serialized_metadata=serialized_metadata,
         vmap_method=vmap_method,
-        config_source=notes.config_source(),
+        sharding_rule=sharding_rule,
     )
-    return tree.unflatten(_bind(arrays, call))
-
-
-_KEYWORDS = tuple(name for name, p in inspect.signature(triton_call).parameters.items() if p.kind is p.KEYWORD_ONLY)
+    return sharded.launch(keywords.renamed(request))

@@ -11,9 +11,10 @@ import numpy as np
 from jtops.core import notes, target
 from jtops.core.compile import resources
 from jtops.core.target import Target
-from jtops.core.types import Constexpr, leaves
+from jtops.core.types import Constexpr, is_shaped, leaves
 
 _SCOPE = re.compile(r"jtops_(\w+?)_xla\b")  # the name scope in which an op runs its reference because it was told to
+_FLAX = re.compile(r"jtops_(\w+?)_flax__(\w+)")  # the one in which a layer leaves a call to Flax, and why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Explanation(tuple[Launch, ...]):
 
     def __repr__(self):
         if not self:
-            return "no kernel of jtops, nor an op of its, in this call"
+            return "This call launches no kernel of jtops and uses no op of jtops."
         head = ("name", "kernel", "blocks", "options", "config", "grid", "target", "path", "shared", "registers", "reason")
         rows = [head, *(_row(launch) for launch in self)]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
@@ -87,9 +88,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       UnsupportedError, KernelCompileError: as lowering the call would.
     """
     named = target.requested()
-    platforms = {} if named is None else {"lowering_platforms": (Target.parse(named).platform,)}
+    platforms = {} if named is None else {"lowering_platforms": (named.platform,)}
     given, tree = jax.tree.flatten((args, kwargs))
-    traced = [hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic) for x in given]
+    traced = [is_shaped(x) and not isinstance(x, np.generic) for x in given]
 
     def whole(*arrays):  # a new function each time, or JAX remembers the program; numbers may be static arguments of `f`
         new = iter(arrays)
@@ -98,13 +99,17 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     with notes.listening() as noted:
         lowered = jax.jit(whole).trace(*(x for x, t in zip(given, traced, strict=True) if t)).lower(**platforms)
-    told = dict.fromkeys(_SCOPE.findall(lowered.as_text(debug_info=True)))
+    text = lowered.as_text(debug_info=True)
+    told, flax = dict.fromkeys(_SCOPE.findall(text)), dict.fromkeys(_FLAX.findall(text))
     why = 'implementation="xla", or jtops_implementation, asks for the reference'
-    return Explanation((*map(_launch, noted), *(Launch(f"jtops_{op}", "XLA", why, _platform(named)) for op in told)))
+    by_xla = [(f"jtops_{op}", why) for op in told] + [
+        (layer, f"Flax's own code: {reason.replace('_', ' ').strip()}") for layer, reason in flax
+    ]
+    return Explanation((*map(_launch, noted), *(Launch(name, "XLA", reason, _platform(named)) for name, reason in by_xla)))
 
 
-def _platform(named: str | None) -> str:
-    return jax.default_backend() if named is None else Target.parse(named).platform
+def _platform(named: Target | None) -> str:
+    return jax.default_backend() if named is None else named.platform
 
 
 def _launch(note: notes.Note) -> Launch:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 _local = threading.local()
@@ -53,7 +53,7 @@ def add_partitioned(name: str, platform: str) -> None:
     add(name, "decided by XLA's partitioner", why, platform)
 
 
-def add(name: str, path: str, reason: str | Callable[[], str], platform: str, call: Any = None, compiled: Any = None) -> None:
-    """Tell the listener, if there is one; a reason that takes work is a function."""
+def add(name: str, path: str, reason: str, platform: str, call: Any = None, compiled: Any = None) -> None:
+    """Tell the listener, if there is one."""
     if (notes := getattr(_local, "notes", None)) is not None:
-        notes.append(Note(name, path, reason() if callable(reason) else reason, platform, call, compiled))
+        notes.append(Note(name, path, reason, platform, call, compiled))

@@ -33,8 +33,10 @@ class Target:
     arch: int | str
 
     @classmethod
-    def parse(cls, text: int | float | str) -> "Target":
-        """From ``90``, ``"90"``, ``"9.0"``, ``"sm_90"``, ``"sm_90a"`` or ``"gfx942"``."""
+    def parse(cls, text: "int | float | str | Target") -> "Target":
+        """From ``90``, ``"90"``, ``"9.0"``, ``"sm_90"``, ``"sm_90a"`` or ``"gfx942"``; a target is itself."""
+        if isinstance(text, Target):
+            return text
         name = str(text).strip().lower()
         if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
             return cls(name)
@@ -73,17 +75,16 @@ def _of_abstract_device(device) -> Target | None:
     return Target(_DEVICE_KINDS[max(found, key=len)]) if found else None
 
 
-def requested() -> str | None:
+def requested() -> Target | None:
     """The target that the user's context names, for a call to carry from trace to lowering."""
     if config.target.value is not None:
-        return str(Target.parse(config.target.value))
-    abstract = _of_abstract_device(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None))
-    return None if abstract is None else str(abstract)
+        return Target.parse(config.target.value)
+    return _of_abstract_device(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None))
 
 
-def resolve(platform: str, name: str | None) -> Target:
+def resolve(platform: str, named: Target | None) -> Target:
     """The target to compile for when lowering for `platform`: the one named, else this process' own GPU."""
-    found = Target.parse(name) if name is not None else _present(platform)
+    found = named if named is not None else next(map(of_device, gpus(platform)), None)
     if found is None:
         raise UnsupportedError(
             f"lowering a Triton kernel for {platform} needs to know the GPU, and this process has none. Name it: "
@@ -94,9 +95,17 @@ def resolve(platform: str, name: str | None) -> Target:
     return found
 
 
-def assumed(name: str | None) -> Target:
+def assumed(named: Target | None) -> Target:
     """The target whose limits shape a launch that compiles nothing: the interpreter's."""
-    return Target(90) if name is None else Target.parse(name)
+    return Target(90) if named is None else named
+
+
+def gpus(platform: str) -> list[jax.Device]:
+    """This process' devices that run programs for `platform`."""
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:  # no such platform in this process
+        return []
 
 
 def of_device(device) -> Target | None:
@@ -107,23 +116,11 @@ def of_device(device) -> Target | None:
 
 def present() -> jax.Device | None:
     """The first GPU of this process, None where JAX computes on something else."""
-    if jax.default_backend() not in ("gpu", "cuda", "rocm"):
-        return None
-    device = jax.local_devices()[0]
-    return None if of_device(device) is None else device
+    backend = jax.default_backend()
+    devices = gpus(backend) if backend in ("gpu", "cuda", "rocm") else []
+    return next((device for device in devices[:1] if of_device(device) is not None), None)
 
 
 def device_kind(platform: str) -> str | None:
     """What the GPU of this process is called that runs programs for `platform`; None if there is none."""
-    try:
-        return str(jax.local_devices(backend=platform)[0].device_kind)
-    except RuntimeError:
-        return None
-
-
-def _present(platform: str) -> Target | None:
-    try:
-        devices = jax.local_devices(backend=platform)
-    except RuntimeError:
-        return None
-    return of_device(devices[0])
+    return next((str(device.device_kind) for device in gpus(platform)), None)

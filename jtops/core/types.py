@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -133,6 +133,11 @@ def _leaves(path, name, param):
         yield from _leaves((*path, i), name + (f"[{i}]" if param.kind is tuple else f".{param.kind._fields[i]}"), item)
 
 
+def is_shaped(value: Any) -> bool:
+    """Is it an array, or does it describe one?"""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
 def triton_type(dtype) -> str:
     """Triton's name of a JAX dtype; TypeError for a dtype Triton does not have."""
     try:
@@ -180,21 +185,33 @@ def as_scalar(value: Any, annotation: str = "") -> Scalar | None:
     return None
 
 
-def specialization(param: Param, declared: Any = None) -> list | None:
-    """Triton's attribute of a parameter: arrays start on 16 bytes (XLA aligns more), sizes may divide by 16. None: no attribute.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameter:
+    """What a launch and its compiler know of one parameter, or of one item of a tuple."""
 
-    `declared` is the kernel's own description of the parameter, which may forbid the one, the other or both.
+    path: tuple[int, ...]  # number of the kernel's parameter, then of the item in each tuple
+    name: str  # such as x[1] or mask.left
+    value: Operand | Result | Scalar | Constexpr | Descriptor
+    type: str  # Triton's; "constexpr" for a constant
+    aligned: bool  # Triton is told that it divides by 16: arrays, because XLA aligns them, and such numbers
+    folds: bool  # an integer 1, which Triton compiles in rather than taking it at a launch
+
+
+def parameters(kernel, bound: Bound, type_of_array: Callable[[str, Any], str]) -> tuple[Parameter, ...]:
+    """Of a bound kernel; ``type_of_array(name, value)`` is Triton's type of what points to an array.
+
+    The kernel's own declaration may forbid to compile for alignment, for the value 1, or for both.
     """
-    if declared is not None and (declared.do_not_specialize or declared.do_not_specialize_on_alignment):
-        return None
-    aligned = isinstance(param, Operand | Result) or (
-        isinstance(param, Scalar) and param.type not in ("i1", "fp32", "fp64") and param.value % 16 == 0
-    )
-    return [["tt.divisibility", 16]] if aligned else None
-
-
-def folds(param: Param, declared: Any = None) -> bool:
-    """Whether Triton compiles the parameter in, as it does with an integer 1, rather than passing it at a launch."""
-    if declared is not None and declared.do_not_specialize:
-        return False
-    return isinstance(param, Scalar) and not isinstance(param.value, bool) and param.value == 1 and param.type == "i32"
+    made, declared = [], kernel.params
+    for path, name, value in leaves(bound):
+        own = declared[path[0]]
+        if isinstance(value, Constexpr):
+            made.append(Parameter(path, name, value, "constexpr", aligned=False, folds=False))
+            continue
+        number = isinstance(value, Scalar) and value.type not in ("i1", "fp32", "fp64")
+        divides = isinstance(value, Operand | Result) or (number and value.value % 16 == 0)
+        aligned = divides and not (own.do_not_specialize or own.do_not_specialize_on_alignment)
+        one = number and value.type == "i32" and value.value == 1
+        kind = value.type if isinstance(value, Scalar) else type_of_array(name, value)
+        made.append(Parameter(path, name, value, kind, aligned, folds=one and not own.do_not_specialize))
+    return tuple(made)

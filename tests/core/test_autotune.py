@@ -503,7 +503,7 @@ def test_in_place(interpret):
 
 def test_trials_in_place(gpu, monkeypatch):
     """Both ways of changing an array, and zeroed results, in trials that really run: here by the interpreter, on the CPU."""
-    real, function, found = gpu.real, settle._Problem.function, []
+    real, function, found = gpu.real, settle._Question.function, []
 
     def measure(calls, avals, device):
         found.append(real(calls, avals, jax.devices()[0]))
@@ -515,7 +515,7 @@ def test_trials_in_place(gpu, monkeypatch):
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "CHAIN", 2)
     monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(settle._Problem, "function", interpreted)
+    monkeypatch.setattr(settle._Question, "function", interpreted)
     kernel = triton.autotune(configs[:2], key=["n"])(doubling)
     given = {"grid": lambda meta: triton.cdiv(128, meta["BLOCK"]), "n": 128, "kernel": kernel}
     x = jnp.arange(128.0)
@@ -633,14 +633,15 @@ DISTRIBUTED = """
 import sys, jax
 process, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
-from jtops.core import agreement, autotune, target, timing
+from jtops.core import target
+from jtops.core.tuning import processes, settle, timing
 from jtops.errors import JtopsError
 from tests.core import test_autotune as t
 target.present = lambda: t.GPU
 timing.measure = lambda calls, *_: {name: float("BLOCK=256" not in name) for name in calls} if process == 0 else 1 / 0
-print(t.settled(t.called, t.X)[0]["BLOCK"], autotune.decisions()[0].source)
+print(t.settled(t.called, t.X)[0]["BLOCK"], settle.decisions()[0].source)
 if process == 1:
-    agreement.TIMEOUT_SECONDS = 1
+    processes.TIMEOUT_SECONDS = 1
     try:
         t.settled(t.called, t.X[:77])
     except JtopsError as error:
@@ -820,10 +821,10 @@ import jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
 import numpy as np
-from jtops.core import autotune
+from jtops.core.tuning import settle
 from tests.core import test_autotune as t
 np.testing.assert_array_equal(jax.jit(t.called)(t.X), t.X * 2)
-(decision,) = autotune.decisions()
+(decision,) = settle.decisions()
 print(decision.source, "/", decision.config, "/", events["/jax/compilation_cache/cache_misses"])
 """
 

@@ -15,7 +15,7 @@ import pytest
 import jtops
 from jtops._compat.triton import tl, triton
 from jtops.core.compile import kernel as compile_module
-from jtops.core.launch import lowering
+from jtops.core.launch import ffi
 from jtops.core.target import MAX_SHARED_BYTES, Target
 from tests.kernels import lowered, resources
 
@@ -222,7 +222,7 @@ def test_shipped_text_is_code_only():
 def test_record_is_plain_zlib():
     for size in (0, 1, 65535, 65536, 200_000):
         data = bytes(i % 251 for i in range(size))
-        assert zlib.decompress(lowering.stored_zlib(data)) == data
+        assert zlib.decompress(ffi.stored_zlib(data)) == data
 
 
 @pytest.mark.spec("thread use (kernel call from worker thread)")

@@ -138,7 +138,7 @@ def test_prints_as_a_table():
     assert set(rule) == {"-"}
     assert len(rows) == 2
     assert re.search(r"double_kernel +double_kernel +BLOCK=256 +num_warps=8 num_stages=3 +4x1x1 +sm_90 +__gpu", rows[0])
-    assert repr(jtops.explain(jnp.sin, X)).startswith("no kernel of jtops")
+    assert repr(jtops.explain(jnp.sin, X)).startswith("This call launches no kernel")
 
 
 def test_errors_are_those_of_lowering():

@@ -1,6 +1,8 @@
 """Gluon kernels, tensor descriptors, TMA, warp specialisation and clusters: binding and compiling here, running on a GPU."""
 
 import functools
+import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,28 @@ def add_kernel(x_ptr, y_ptr, o_ptr, n, BLOCK: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     i = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
     gl.store(o_ptr + i, gl.load(x_ptr + i, mask=i < n) + gl.load(y_ptr + i, mask=i < n), mask=i < n)
+
+
+class Ends(NamedTuple):
+    x_ptr: Any
+    y_ptr: Any
+    doubled: Any
+
+
+class Factors(NamedTuple):
+    a: Any
+    b: Any
+
+
+@gluon.jit
+def add_bundle_kernel(ends, o_ptr, n, BLOCK: gl.constexpr):
+    """o = x + y, or twice that."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
+    z = gl.load(ends.x_ptr + i, mask=i < n) + gl.load(ends.y_ptr + i, mask=i < n)
+    if ends.doubled:
+        z = z * 2
+    gl.store(o_ptr + i, z, mask=i < n)
 
 
 @gluon.jit
@@ -89,7 +113,7 @@ def _consumer(c_desc, a_tile, b_tile, c_tile, full, empty, row, col, k, BK: gl.c
 
 
 @gluon.jit
-def matmul_kernel(a_desc, b_desc, c_desc, k, BK: gl.constexpr, STAGES: gl.constexpr):
+def _matmul(a_desc, b_desc, c_desc, k, BK: gl.constexpr, STAGES: gl.constexpr):
     """c = a @ b: one warp fills a ring of tiles by TMA, four multiply them by wgmma."""
     BM: gl.constexpr = c_desc.block_type.shape[0]
     BN: gl.constexpr = c_desc.block_type.shape[1]
@@ -109,6 +133,16 @@ def matmul_kernel(a_desc, b_desc, c_desc, k, BK: gl.constexpr, STAGES: gl.conste
         [1],
         [24],
     )
+
+
+@gluon.jit
+def matmul_kernel(a_desc, b_desc, c_desc, k, BK: gl.constexpr, STAGES: gl.constexpr):
+    _matmul(a_desc, b_desc, c_desc, k, BK, STAGES)
+
+
+@gluon.jit
+def matmul_bundle_kernel(factors, c_desc, k, BK: gl.constexpr, STAGES: gl.constexpr):
+    _matmul(factors.a, factors.b, c_desc, k, BK, STAGES)
 
 
 @triton.jit
@@ -147,13 +181,14 @@ def triton_copied(x, block=(64, 64), **kwargs):
     return copied(x, triton_copy_kernel, block, BM=block[0], BN=block[1], **kwargs)
 
 
-def product(a, b, block=(64, 128, 64), stages=3):
+def product(a, b, block=(64, 128, 64), stages=3, bundled=False):
     (m, k), n, (bm, bn, bk) = a.shape, b.shape[1], block
+    factors = TensorDescriptor.from_array(a, (bm, bk)), TensorDescriptor.from_array(b, (bk, bn))
     return jtops.triton_call(
-        TensorDescriptor.from_array(a, (bm, bk)),
-        TensorDescriptor.from_array(b, (bk, bn)),
+        *([Factors(*factors)] if bundled else factors),
         k=k,
-        kernel=matmul_kernel,
+        kernel=matmul_bundle_kernel if bundled else matmul_kernel,
+        name="product",
         out_type=TensorDescriptor.from_array(sds((m, n), a.dtype), (bm, bn)),
         grid=(jtops.cdiv(m, bm), jtops.cdiv(n, bn)),
         BK=bk,
@@ -170,6 +205,11 @@ def twice_by_device_descriptors(x, block=(32, 64)):
 
 def gluon_add(x, y):
     return jtops.triton_call(x, y, n=x.size, kernel=add_kernel, out_type=x, grid=jtops.cdiv(x.size, 256), BLOCK=256)
+
+
+def gluon_add_bundle(x, y, doubled):
+    ends = Ends(x, y, doubled)
+    return jtops.triton_call(ends, n=x.size, kernel=add_bundle_kernel, out_type=x, grid=jtops.cdiv(x.size, 256), BLOCK=256)
 
 
 def clustered(x, num_ctas=2):
@@ -235,6 +275,11 @@ def only(f, *args, **how):
     return kernel
 
 
+def record_of(f, *args) -> bytes:
+    with jtops.config.launch("ffi"):
+        return lowered.record(re.search(r'opaque = "((?:[^"\\]|\\.)*)"', lowered.text(functools.partial(f), *args))[1])
+
+
 @pytest.mark.spec("Gluon kernels (GluonJITFunction/GluonASTSource)")
 def test_warp_specialisation_raises_the_number_of_warps():
     kernel = only(product, sds((256, 192), jnp.bfloat16), sds((192, 256), jnp.bfloat16))
@@ -242,6 +287,29 @@ def test_warp_specialisation_raises_the_number_of_warps():
     assert len(kernel.descriptors) == 3
     assert "wgmma.mma_async" in kernel.binary
     assert "cp.async.bulk.tensor" in kernel.binary
+
+
+@pytest.mark.spec("pytree inputs (tuples in kernel)")
+def test_tuples_of_descriptors():
+    """A NamedTuple of descriptors is the same kernel and the same launch as its fields one by one."""
+    arrays = sds((256, 192), jnp.bfloat16), sds((192, 256), jnp.bfloat16)
+    flat, bundled = only(product, *arrays), only(functools.partial(product, bundled=True), *arrays)
+    assert [tuple(d["block_size"]) for d in flat.descriptors] == [(64, 64), (64, 64), (64, 64)]
+    assert bundled.descriptors == flat.descriptors
+    assert bundled.binary.replace("matmul_bundle_kernel", "matmul_kernel") == flat.binary
+    records = [record_of(functools.partial(product, bundled=b), *arrays) for b in (False, True)]
+    parameters = [r.split(k.binary.encode())[1] for r, k in zip(records, (flat, bundled), strict=True)]
+    assert parameters[1].replace(b"matmul_bundle_kernel", b"matmul_kernel") == parameters[0]
+
+
+@pytest.mark.spec("pytree inputs (tuples in kernel)")
+def test_tuples_in_gluon_kernels():
+    """Fields by name; a boolean is a constant, which chooses code."""
+    x = sds((1000,), jnp.float32)
+    plain, doubled = (only(functools.partial(gluon_add_bundle, doubled=d), x, x) for d in (False, True))
+    assert "add.f32 \t" in plain.binary
+    assert len(doubled.binary) > len(plain.binary)
+    assert plain.binary.split(")")[0].count(".param") == doubled.binary.split(")")[0].count(".param") == 4 + 2
 
 
 @pytest.mark.spec("host-side TensorDescriptor(base,shape,strides,block_shape,layout,padding,round_f32_to_tf32), .from_array")
@@ -338,6 +406,14 @@ def test_gluon_add(n):
 
 
 @gpu
+@pytest.mark.parametrize("doubled", [False, True])
+def test_gluon_takes_named_tuples(doubled):
+    x, y = draw(1000, dtype=jnp.float32), draw(1000, dtype=jnp.float32, seed=1)
+    f = jax.jit(functools.partial(gluon_add_bundle, doubled=doubled))
+    np.testing.assert_array_equal(f(x, y), (x + y) * (1 + doubled))
+
+
+@gpu
 def test_gluon_reduction():
     x = jnp.arange(4 * 128, dtype=jnp.float32).reshape(4, 128)
     out = jtops.triton_call(x, n=128, N=128, kernel=sum_kernel, out_type=sds((4,), jnp.float32), grid=1)
@@ -362,7 +438,9 @@ def test_warp_specialised_matmul(m, n, k):
     want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     got = np.asarray(jax.jit(product)(a, b), np.float64)
     assert np.abs(got - want).max() <= 2**-7 * np.abs(want).max()
-    np.testing.assert_array_equal(got, np.asarray(jax.jit(product)(a, b), np.float64))
+    for bundled in (False, True):
+        again = jax.jit(functools.partial(product, bundled=bundled))(a, b)
+        np.testing.assert_array_equal(got, np.asarray(again, np.float64))
 
 
 @pytest.mark.spec("device-side TMA descriptors (global scratch)")

@@ -318,4 +318,4 @@ def test_nobody_else_uses_older_names():
     package = Path(jtops.__file__).parent
     imports = re.compile(r"^\s*(import|from) .*\blegacy", re.MULTILINE)
     users = {str(p.relative_to(package)) for p in package.rglob("*.py") if imports.search(p.read_text())}
-    assert users == {"core/call.py", "core/legacy/__init__.py", "core/legacy/names.py"}
+    assert users == {"core/legacy/__init__.py", "core/legacy/names.py"}

@@ -4,6 +4,7 @@ import collections
 import functools
 import re
 import threading
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,36 @@ def nested_kernel(x, affine, o_ptr, BLOCK: tl.constexpr = 64):
     if x[1] == "far":
         y += 1000
     tl.store(o_ptr + i, y)
+
+
+class Rows(NamedTuple):
+    inner: Any
+    own: Any
+
+
+class Mask(NamedTuple):
+    limit: Any
+    rows: Rows
+    size: Any
+    causal: Any = False
+    weights: Any = None
+
+
+@triton.jit
+def _kept(i, mask):
+    if mask.causal:
+        return i <= mask.limit
+    return i >= mask.limit
+
+
+@triton.jit
+def bundle_kernel(x_ptr, mask, o_ptr):
+    """o = x * inner + own where the mask keeps it, times a weight if it has some; else 0."""
+    i = tl.arange(0, mask.size)
+    y = tl.load(x_ptr + i) * mask.rows.inner + mask.rows.own
+    if mask.weights is not None:
+        y *= tl.load(mask.weights + i)
+    tl.store(o_ptr + i, tl.where(_kept(i, mask), y, 0.0))
 
 
 @triton.jit
@@ -117,8 +148,40 @@ def test_tuples_in_compiled_kernels():
     assert [kind for _, kind in entry(nested)] == [pointer, pointer, "i32", "f32", pointer]
 
 
+@pytest.mark.spec("pytree inputs (tuples in kernel)")
+@modes
+def test_constants_in_tuples(interpret):
+    """Fields by name, nested; a constexpr gives a block its size, and a boolean chooses code, in a helper too."""
+    x, weights, i = jnp.arange(64.0), jnp.linspace(0, 1, 64), np.arange(64)
+    f = functools.partial(call, kernel=bundle_kernel, out_type=x, grid=1, interpret=interpret)
+    y, size = np.asarray(x) * 2 + 3, tl.constexpr(64)
+    for true in (True, np.True_, tl.constexpr(True)):
+        np.testing.assert_array_equal(f(x, Mask(9, Rows(2, 3.0), size, true)), np.where(i <= 9, y, 0))
+    np.testing.assert_array_equal(f(x, Mask(1, Rows(2, 3.0), size)), np.where(i >= 1, y, 0))
+    weighted = jax.jit(lambda x, w: f(x, Mask(9, Rows(2, 3.0), size, tl.constexpr(False), w)))(x, weights)
+    np.testing.assert_allclose(weighted, np.where(i >= 9, y * np.asarray(weights), 0), rtol=1e-6)
+
+
+@pytest.mark.spec("pytree inputs (tuples in kernel)")
+def test_constants_in_tuples_are_compiled_in():
+    def compiled(limit, causal):
+        mask = Mask(limit, Rows(2, 3.0), tl.constexpr(64), causal)
+        (kernel,) = lowered.kernels(lambda x: call(x, mask, kernel=bundle_kernel, out_type=x, grid=1), X)
+        return kernel
+
+    causal, other = compiled(9, causal=True), compiled(9, causal=False)
+    head = re.search(r"tt.func public @bundle_kernel\((.*?)\) attributes", causal.triton_kernel.asm["ttir"])[1]
+    assert re.findall(r"%\w+: (!tt.ptr|i32|f32|i1)", head) == ["!tt.ptr", "i32", "i32", "f32", "!tt.ptr"]
+    assert causal.binary != other.binary
+    assert compiled(10, causal=True) is causal  # a number is the launch's
+
+
 def test_tuples_that_are_refused():
     x = jnp.ones(64)
+    with pytest.raises(TypeError, match=r"parameter 'mask' is a compile-time constant and must be hashable; got {}"):
+        call(x, (1, tl.constexpr({})), kernel=bundle_kernel, out_type=x, grid=1)
+    with pytest.raises(TypeError, match="parameter 'mask' is a compile-time constant, but got an array"):
+        call(x, (1, tl.constexpr(x)), kernel=bundle_kernel, out_type=x, grid=1)
     with pytest.raises(TypeError, match="parameter 'factors' takes an array, a number, None or a tuple of these; got 3j"):
         call((x,), (3j,), kernel=sum_kernel, out_type=x, grid=1)
     with pytest.raises(TypeError, match=r"parameter 'parts' takes .*got {'a'"):

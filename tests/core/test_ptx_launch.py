@@ -20,7 +20,7 @@ from jtops._compat import jax as jax_compat
 from jtops._compat.triton import tl, triton
 from jtops.core.compile.kernel import CompiledKernel
 from jtops.core.launch import ptx as ptx_launch
-from jtops.core.types import as_scalar
+from jtops.core.types import Parameter, as_scalar
 from tests.kernels import lowered, resources
 
 TARGET = "__gpu$xla.gpu.ptx"
@@ -172,7 +172,9 @@ def test_aliased_results_come_last():
     assert_assembles(compiled, ptx)
 
 
-CALL = SimpleNamespace(name="k", launch="ptx", zeroed=(), metadata=b"", aliases=(), bound=(("n", as_scalar(3)),))
+CALL = SimpleNamespace(name="k", launch="ptx", zeroed=(), metadata=b"", aliases=())
+NUMBER = Parameter((0,), "n", as_scalar(3), "i32", aligned=False, folds=False)
+DESCRIPTOR = dataclasses.replace(NUMBER, value="descriptor")
 PTX = ".version 8.7\n.visible .entry k(\n\t.param .u32 k_param_0,\n\t.param .u64 k_param_1\n)\n{\n\tBODY\n\tret;\n}\n"
 
 
@@ -183,28 +185,31 @@ def compiled_as(body=".reg .b32 \t%r<2>;\n\tld.param.b32 \t%r1, [k_param_0];", *
 
 
 @pytest.mark.parametrize(
-    ("call", "compiled", "reason"),
+    ("call", "compiled", "parameters", "reason"),
     [
-        ({}, {"num_ctas": 2}, "it runs in clusters of 2"),
-        ({}, {"target": SimpleNamespace(platform="rocm")}, "it is for ROCm"),
-        ({"metadata": b"any"}, {}, "it carries metadata"),
-        ({"zeroed": (0,)}, {}, "it has outputs to be zeroed"),
-        ({"bound": (("d", "descriptor"),)}, {}, "it takes tensor descriptors"),
-        ({}, {"body": "ld.param.b64 \t%rd1, [k_param_1];"}, "it uses scratch memory"),
-        ({}, {"body": "mov.b64 \t%rd1, k_param_0;"}, "uses the number k_param_0 in another way than loading it"),
-        ({"bound": (("n", as_scalar(3)),) * 3}, {}, "does not declare the 3 parameters"),
-        ({}, {"binary": "no kernel"}, "does not declare the 1 parameters"),
+        ({}, {"num_ctas": 2}, (NUMBER,), "it runs in clusters of 2"),
+        ({}, {"target": SimpleNamespace(platform="rocm")}, (NUMBER,), "it is for ROCm"),
+        ({"metadata": b"any"}, {}, (NUMBER,), "it carries metadata"),
+        ({"zeroed": (0,)}, {}, (NUMBER,), "it has outputs to be zeroed"),
+        ({}, {}, (DESCRIPTOR,), "it takes tensor descriptors"),
+        ({}, {"body": "ld.param.b64 \t%rd1, [k_param_1];"}, (NUMBER,), "it uses scratch memory"),
+        ({}, {"body": "mov.b64 \t%rd1, k_param_0;"}, (NUMBER,), "uses the number k_param_0 in another way than loading it"),
+        ({}, {}, (NUMBER,) * 3, "does not declare the 3 parameters"),
+        ({}, {"binary": "no kernel"}, (NUMBER,), "does not declare the 1 parameters"),
     ],
 )
-def test_kernels_that_do_not_fit(call, compiled, reason):
+def test_kernels_that_do_not_fit(call, compiled, parameters, reason):
     """Demanded, it is an error that says why; left to the library, the other path serves the kernel."""
     asked = SimpleNamespace(**vars(CALL) | call)
-    assert ptx_launch.chosen_text(CALL, compiled_as(), 0) is not None
+    assert ptx_launch.chosen(CALL, (NUMBER,), compiled_as(), 0)[0] is not None
     with pytest.raises(jtops.UnsupportedError, match=rf'kernel k: jtops.config.launch\("ptx"\) was asked for, but .*{reason}'):
-        ptx_launch.chosen_text(asked, compiled_as(**compiled), 0)
-    for launch in (None, "ffi"):
-        asked.launch = launch
-        assert ptx_launch.chosen_text(asked, compiled_as(**compiled), 0) is None
+        ptx_launch.chosen(asked, parameters, compiled_as(**compiled), 0)
+    asked.launch = None
+    text, why = ptx_launch.chosen(asked, parameters, compiled_as(**compiled), 0)
+    assert text is None
+    assert reason in why
+    asked.launch = "ffi"
+    assert ptx_launch.chosen(asked, parameters, compiled_as(**compiled), 0) == (None, None)
 
 
 def test_an_xla_without_the_call(monkeypatch):

@@ -336,3 +336,43 @@ Q = jnp.ones((2, 4, 6, 8))
 def test_malformed_calls(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+# ---- Cases 63, 70, 78: numbers at their edges, and arguments of other types
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**63, (2**31 - 1, 0), (2**31 - 1, None), (None, 2**32)])
+@ways
+def test_case_63_no_window_by_the_largest_int(window, implementation):
+    """A window that reaches every key is none, whatever the int."""
+    q, k, v = qkv(4, 6)
+    for causal in (False, True, "bottom_right"):
+        f = lambda w, c=causal: both(functools.partial(attention, causal=c, window=w, implementation=implementation), q, k, v)
+        right = 0 if isinstance(window, tuple) and window[1] == 0 else None
+        near(f(window), f((None, right)), 1e-6)
+
+
+def test_case_63_values():
+    v = jnp.broadcast_to(jnp.arange(4.0)[None, :, None, None], (1, 4, 1, 16))
+    f = lambda v: attention(jnp.zeros_like(v), jnp.zeros_like(v), v, causal=True, window=(2**31 - 1, 0), implementation="interpret")
+    np.testing.assert_allclose(f(v)[0, :, 0, 0], [0, 0.5, 1, 1.5], atol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda v: f(v).sum())(v)[0, :, 0, 0], [25 / 12, 13 / 12, 7 / 12, 1 / 4], atol=1e-6)
+
+
+def test_case_70_segment_ids_in_a_list():
+    ids = jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(TypeError, match=r"segment_ids must be an array or a tuple of two, \(q_ids, kv_ids\); got a list of 2"):
+        attention(*qkv(4, 4), segment_ids=[ids, ids])
+
+
+def test_case_78_numpy_and_python_ints():
+    q, k, v = qkv(4, 4, b=2)
+    want = attention(q, k, v, window=(3, 1), kv_lengths=jnp.asarray([4, 4], jnp.int32))
+    np.testing.assert_array_equal(attention(q, k, v, window=(np.int64(3), np.int8(1)), kv_lengths=4), want)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(attention(q, k, v, window=(3, 1), kv_lengths=4), want)
+        np.testing.assert_array_equal(attention(q, k, v, window=(3, 1), kv_lengths=[4, 4]), want)
+        with pytest.raises(TypeError, match="must fit int32"):
+            attention(q, k, v, kv_lengths=np.asarray([4, 4], np.int64))
+        with pytest.raises(TypeError, match="must fit int32"):
+            attention(q, k, v, kv_lengths=2**40)

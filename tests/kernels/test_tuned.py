@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import jtops
 from jtops import tune
 from jtops._compat import triton as triton_compat
 from jtops.core import cache, target
+from jtops.core.compile.content import content as kernels_content
 from jtops.core.tuning import table as tuning_table
 from jtops.errors import JtopsError
 from jtops.kernels._lib.frame import tuned
@@ -150,7 +152,7 @@ def kernel(x_ptr):
 
     def content(name, before="", size=16, more=1):
         (tmp_path / f"{name}.py").write_text(before + text.format(size=size, more=more))
-        return cache.content([__import__(name).kernel])
+        return kernels_content([__import__(name).kernel])
 
     first = content("kernels_a")
     assert content("kernels_b", before="# moved\n\n") == first
@@ -207,8 +209,7 @@ def test_lowering_is_the_same_on_the_gpu_and_elsewhere(monkeypatch):
     path.write_text(path.read_text().replace("sm_90", "sm_100"))
     fresh = lambda: functools.partial(jtops.softmax)  # JAX remembers what it has lowered
     named = lowered.text(fresh(), x)
-    monkeypatch.setattr(target, "_present", lambda _: target.Target(90))
-    monkeypatch.setattr(target, "device_kind", lambda _: H200)
+    monkeypatch.setattr(target, "gpus", lambda _: [types.SimpleNamespace(compute_capability="9.0", device_kind=H200)])
     there = jax.jit(fresh()).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert there == named
     (tuned.SHIPPED / "NVIDIA_H200.json").unlink()

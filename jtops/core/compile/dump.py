@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jtops.core.compile.kernel import CompiledKernel
-from jtops.core.types import Constexpr, leaves
+from jtops.core.types import Parameter
 
 _TEXTS = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
 
 
-def noted(call, types: dict[str, str], compiled: CompiledKernel) -> CompiledKernel:
+def noted(call, parameters: tuple[Parameter, ...], compiled: CompiledKernel) -> CompiledKernel:
     """`compiled`, kept or printed if the call or the environment asks for it."""
     debug = bool(dict(call.options).get("debug"))
     directory = os.environ.get("JTOPS_DUMP_DIR") or os.environ.get("JAX_TRITON_DUMP_DIR")
@@ -29,21 +29,21 @@ def noted(call, types: dict[str, str], compiled: CompiledKernel) -> CompiledKern
         directory = os.path.join(tempfile.gettempdir(), "jtops_debug")
     if directory:
         folder = Path(directory, compiled.triton_kernel.hash)
-        _write(folder, call, types, compiled)
+        _write(folder, call, parameters, compiled)
         if debug:
             _print(folder, compiled)
     return compiled
 
 
-def _write(folder: Path, call, types, compiled: CompiledKernel) -> None:
+def _write(folder: Path, call, parameters, compiled: CompiledKernel) -> None:
     asm = compiled.triton_kernel.asm
     files: dict[str, Any] = {f"kernel.{stage}": asm[stage] for stage in (*_TEXTS, "hsaco") if stage in asm}
     launch = ("name", "num_warps", "num_ctas", "shared_bytes", "scratch_bytes", "scratch_align")
     files["kernel.compile_info"] = "".join(f"{field}: {getattr(compiled, field)}\n" for field in launch)
-    parameters = [f"  {n}: {types.get(n) or (p if isinstance(p, Constexpr) else p.type)}\n" for _, n, p in leaves(call.bound)]
+    said = [f"  {p.name}: {p.value if p.type == 'constexpr' else p.type}\n" for p in parameters]
     options = [f"  {key}: {value!r}\n" for key, value in call.options]
     files["config"] = "".join(
-        [f"kernel: {call.kernel.__name__}\ntarget: {compiled.target}\nparameters:\n", *parameters, "options:\n", *options]
+        [f"kernel: {call.kernel.__name__}\ntarget: {compiled.target}\nparameters:\n", *said, "options:\n", *options]
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

@@ -1,17 +1,17 @@
 """A bound kernel into machine code for a target, once per process; Triton keeps it on disk between processes."""
 
 import dataclasses
-import hashlib
 import inspect
-import re
-import threading
 from concurrent.futures import Future
 from typing import Any
 
 from jtops._compat import triton as triton_compat
 from jtops.core import cache
+from jtops.core.compile.content import constant_text, distinct_helpers
+from jtops.core.compile.disk import load_or_compile
+from jtops.core.compile.ptx_text import in_clusters, strip_ptx
 from jtops.core.target import Target
-from jtops.core.types import Bound, Constexpr, Items, Scalar, folds, leaves, specialization
+from jtops.core.types import Bound, Constexpr, Items, Parameter
 from jtops.errors import KernelCompileError
 
 MAX_TENSOR_MEMORY = 512  # columns, of Blackwell's tensor memory (PTX ISA, tcgen05)
@@ -35,11 +35,12 @@ class CompiledKernel:
 
 
 _compiled: dict[Any, Future] = cache.store({})
-_lock = threading.Lock()  # guards the dict above, never held while compiling
 
 
-def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[tuple[str, Any], ...], target: Target):
-    """The compiled form of `kernel` with `bound` parameters; `types` gives the Triton type of every array by parameter name.
+def compile_kernel(
+    kernel, bound: Bound, parameters: tuple[Parameter, ...], options: tuple[tuple[str, Any], ...], target: Target
+) -> CompiledKernel:
+    """The compiled form of `kernel` with `bound` parameters, of which `parameters` says all that the compiler asks.
 
     Threads that ask for one kernel at the same time compile it once and share the result, or its error.
     """
@@ -51,65 +52,48 @@ def compile_kernel(kernel, bound: Bound, types: dict[str, str], options: tuple[t
     for option in ("num_ctas", "cluster_size"):
         if (ctas := dict(options).get(option, 1)) > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
             raise ValueError(f"kernel {kernel.__name__}: {option}={ctas} needs clusters, from sm_90 on; compiling for {target}.")
-    declared = kernel.params
-    signature = {name: types.get(name) or (p.type if isinstance(p, Scalar) else p) for _, name, p in leaves(bound)}
-    attributes = tuple(specialization(p, declared[path[0]]) is not None for path, _, p in leaves(bound))
-    ones = frozenset(name for path, name, p in leaves(bound) if folds(p, declared[path[0]]))
     try:
         content = triton_compat.kernel_key(kernel)
     except Exception as error:  # Triton reads the source to hash it, and may trip over what it does not know
         raise _compile_error(kernel, target, "reading its source", error) from error
-    key = (content, tuple(signature.items()), attributes, ones, options, target)
-    with _lock:
-        future, mine = (_compiled[key], False) if key in _compiled else (_compiled.setdefault(key, Future()), True)
-    if mine:
-        try:
-            future.set_result(_compile(kernel, bound, signature, ones, dict(options), target))
-        except BaseException as error:
-            with _lock:
-                _compiled.pop(key, None)
-            future.set_exception(error)
-    else:
-        cache.count(memory_hits=1)
-    return future.result()
+    asked = tuple((p.value if p.type == "constexpr" else p.type, p.name, p.aligned, p.folds) for p in parameters)
+    make = lambda: _compile(kernel, bound, parameters, dict(options), target)
+    return cache.once(_compiled, (content, asked, options, target), make, lambda: cache.count(memory_hits=1))
 
 
 def variants(kernel) -> int:
     """How many compiled forms of `kernel` this process holds."""
-    with _lock:
-        return sum(key[0] == triton_compat.kernel_key(kernel) for key in _compiled)
+    return sum(key[0] == triton_compat.kernel_key(kernel) for key in list(_compiled))
 
 
-def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
-    cluster = options.pop("cluster_size", 1)
-    try:
-        compiled, folded = _run_triton(kernel, bound, signature, ones, options, target), ones
-    except triton_compat.CompilationError as error:
-        # Triton turns an integer 1 into a constant, which lets it see contiguous strides but has no methods: a kernel that
-        # writes n.to(...) compiles for every n but 1. Such a kernel gets the 1 as a number.
-        if not ones:
-            raise _compile_error(kernel, target, "front end (Python to Triton IR)", error) from error
+def _compile(kernel, bound, parameters, options, target) -> CompiledKernel:
+    cluster, first = options.pop("cluster_size", 1), None
+    # Triton turns an integer 1 into a constant, which lets it see contiguous strides but has no methods: a kernel that writes
+    # n.to(...) compiles for every n but 1. Such a kernel gets the 1 as a number.
+    for folded in dict.fromkeys((frozenset(p.name for p in parameters if p.folds), frozenset[str]())):
         try:
-            compiled, folded = _run_triton(kernel, bound, signature, frozenset(), options, target), frozenset()
-        except triton_compat.CompilationError:
-            raise _compile_error(kernel, target, "front end (Python to Triton IR)", error) from error
+            compiled = _run_triton(kernel, bound, parameters, folded, options, target)
+            break
+        except triton_compat.CompilationError as error:
+            first = first or error
+    else:
+        raise _compile_error(kernel, target, "front end (Python to Triton IR)", first) from first
+    constants = {p.name: p.value.value for p in parameters if isinstance(p.value, Constexpr)}
     meta = compiled.metadata
     if meta.shared > target.max_shared_bytes:
         raise KernelCompileError(
             f"kernel {kernel.__name__}: needs {meta.shared} bytes of shared memory, {target} has {target.max_shared_bytes} for a "
-            f"program; use smaller blocks or fewer stages. Constants: {_constants(bound)}; options: {options}."
+            f"program; use smaller blocks or fewer stages. Constants: {constants}; options: {options}."
         )
     if (columns := getattr(meta, "tmem_size", None) or 0) > MAX_TENSOR_MEMORY:
         raise KernelCompileError(
             f"kernel {kernel.__name__}: needs {columns} columns of tensor memory, {target} has {MAX_TENSOR_MEMORY}; use "
-            f"smaller blocks or fewer accumulators. Constants: {_constants(bound)}; options: {options}."
+            f"smaller blocks or fewer accumulators. Constants: {constants}; options: {options}."
         )
     return CompiledKernel(
         name=meta.name,
         target=target,
-        binary=_in_clusters(kernel, strip_ptx(compiled.asm["ptx"]), cluster)
-        if target.platform == "cuda"
-        else compiled.asm["hsaco"],
+        binary=in_clusters(kernel, strip_ptx(compiled.asm["ptx"]), cluster) if target.platform == "cuda" else compiled.asm["hsaco"],
         num_warps=meta.num_warps,  # warp specialisation raises it above the option: the launch needs this one
         num_ctas=meta.num_ctas,
         shared_bytes=meta.shared,
@@ -121,44 +105,29 @@ def _compile(kernel, bound, signature, ones, options, target) -> CompiledKernel:
     )
 
 
-def _run_triton(kernel, bound, signature, folded, options, target):
-    declared = kernel.params
-    constants = _constants(bound) | dict.fromkeys(folded, 1)
-    paths = {name: path for path, name, _ in leaves(bound)}
-    names = iter(paths)
+def _run_triton(kernel, bound, parameters, folded, options, target):
+    constants = {p.path: 1 if p.name in folded else p.value.value for p in parameters if p.name in folded or p.type == "constexpr"}
+    types = iter(["constexpr" if p.path in constants else p.type for p in parameters])
 
-    def triton_types(param):
-        if isinstance(param, Items):
-            return param.of(map(triton_types, param.items))
-        name = next(names)
-        return "constexpr" if name in constants else signature[name]
+    def same_structure(param):
+        return param.of(map(same_structure, param.items)) if isinstance(param, Items) else next(types)
 
-    source = (triton_compat.GluonASTSource if triton_compat.is_gluon(kernel) else triton_compat.ASTSource)(
-        fn=kernel,
-        signature={name: triton_types(param) for name, param in bound},
-        constexprs={paths[name]: value for name, value in constants.items()},
-        attrs={
-            path: attribute
-            for path, name, p in leaves(bound)
-            if name not in folded and (attribute := specialization(p, declared[path[0]])) is not None
-        },
-    )
     # Triton's key of a constant is its str: "1" as 1, and a tuple of helpers by their names.
-    told = [cache.constant_text(v) for v in constants.values() if isinstance(v, str | tuple)]
-    if extra := cache.distinct_helpers(kernel, constants.values()) + "".join(told):
-        content = source.hash() + extra
-        source.hash = lambda: hashlib.sha256(content.encode()).hexdigest()
+    told = [constant_text(v) for v in constants.values() if isinstance(v, str | tuple)]
+    source = triton_compat.source_of(
+        kernel,
+        signature={name: same_structure(param) for name, param in bound},
+        constants=constants,
+        aligned=[p.path for p in parameters if p.aligned and p.name not in folded],
+        key=distinct_helpers(kernel, constants.values()) + "".join(told),
+    )
     try:
-        return cache.load_or_compile(source, target.gpu_target, options)
+        return load_or_compile(source, target.gpu_target, options)
     except triton_compat.CompilationError:
         raise
     except Exception as error:
         stage = "ptxas" if type(error).__name__ == "PTXASError" else "back end (Triton IR to machine code)"
         raise _compile_error(kernel, target, stage, error) from error
-
-
-def _constants(bound) -> dict:
-    return {n: p.value for _, n, p in leaves(bound) if isinstance(p, Constexpr)}
 
 
 def _compile_error(kernel, target, stage, error) -> KernelCompileError:
@@ -176,23 +145,3 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
     return KernelCompileError(
         f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
     )
-
-
-def _in_clusters(kernel, ptx: str, size: int) -> str:
-    """`ptx` whose kernel says of itself that its launches form clusters: so does every launch path, knowing nothing of it."""
-    if size == 1:
-        return ptx
-    asked, count = re.subn(r"^(\s*\.reqntid [\d, ]+)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx, flags=re.M)
-    if count != 1:
-        raise KernelCompileError(f"kernel {kernel.__name__}: cluster_size={size} needs PTX of one kernel; this has {count}.")
-    return asked
-
-
-_PTX_DEBUG_LINE = re.compile(r"^\s*(?:\.(?:loc|file)\s.*|\$L__(?:tmp|func_begin|func_end)\d+:|//.*)$")
-
-
-def strip_ptx(ptx: str) -> str:
-    """`ptx` without line tables and comments: smaller, quicker to launch, and the same on every host (line tables hold paths)."""
-    code = ptx.split("\n\t.section\t.debug", 1)[0]  # LLVM writes debug sections last
-    lines = (line.split("//", 1)[0].rstrip() for line in code.split("\n") if not _PTX_DEBUG_LINE.match(line))
-    return "\n".join(line for line in lines if line) + "\n"

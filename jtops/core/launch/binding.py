@@ -1,6 +1,5 @@
-"""What a caller gives, checked and bound to a kernel's parameters, launch options and grid."""
+"""What a caller gives, checked and bound to a kernel's parameters and grid."""
 
-import difflib
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,8 @@ from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
 from jtops.core.descriptor import TensorDescriptor, bound_descriptor
 from jtops.core.launch.inplace import alias_pairs
-from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, triton_type
+from jtops.core.launch.options import check_hashable, nearest
+from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, is_shaped, triton_type
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
@@ -30,73 +30,17 @@ def normalize_grid(grid: Any, kernel_name: str = "kernel") -> tuple[int, int, in
     return x, y, z
 
 
-def launch_options(
-    kernel, num_warps, num_stages, num_ctas, backend_options, debug=False, cluster_size=None
-) -> tuple[tuple[str, Any], ...]:
-    """The compiler options that a call names, checked, sorted by name."""
-    named = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas, "cluster_size": cluster_size}
-    options = {k: v for k, v in named.items() if v is not None}
-    for key, value in options.items():
-        power = key == "num_warps"
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1 or (power and value & (value - 1)):
-            raise ValueError(
-                f"kernel {kernel.__name__}: {key} must be a positive {'power of two' if power else 'int'}; got {value!r}."
-            )
-        options[key] = int(value)
-    if debug:
-        options["debug"] = True
-    for key in ("num_ctas", "cluster_size"):
-        if options.get(key, 1) > 8:
-            raise ValueError(
-                f"kernel {kernel.__name__}: {key} must be at most 8, the largest portable cluster; got {options[key]}."
-            )
-    if options.get("cluster_size") == 1:
-        del options["cluster_size"]
-    elif "cluster_size" in options and options.get("num_ctas", 1) > 1:
-        raise ValueError(
-            f"kernel {kernel.__name__}: num_ctas={num_ctas} makes clusters of one program, cluster_size={cluster_size} of "
-            "several; give one of the two."
-        )
-    for key, value in (backend_options or {}).items():
-        if key not in triton_compat.BACKEND_OPTIONS:
-            raise TypeError(
-                f"kernel {kernel.__name__}: backend_options has {key!r}, which Triton's compilers do not know."
-                f"{_nearest(key, triton_compat.BACKEND_OPTIONS)}"
-            )
-        if options.get(key, value) != value:
-            raise ValueError(f"kernel {kernel.__name__}: {key}={options[key]!r} but backend_options has {key}={value!r}.")
-        _check_hashable(kernel, f"backend_options[{key!r}]", value)
-        options[key] = value
-    options.setdefault("enable_fp_fusion", True)  # said, not left to Triton, whose default depends on version and environment
-    return tuple(sorted(options.items()))
-
-
 def out_array(kernel, leaf) -> jax.ShapeDtypeStruct:
     """The type of the array that a leaf of `out_type` asks for; TypeError if it asks for none."""
     leaf = leaf.base if isinstance(leaf, TensorDescriptor) else leaf
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    if not is_shaped(leaf):
         raise TypeError(f"kernel {kernel.__name__}: out_type leaves need .shape and .dtype (jax.ShapeDtypeStruct); got {leaf!r}.")
     triton_type(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _check_hashable(kernel, what, value):
-    try:
-        hash(value)
-    except TypeError:
-        raise TypeError(
-            f"kernel {kernel.__name__}: {what} is a compile-time constant and must be hashable; got {value!r} of type "
-            f"{type(value).__name__}. Pass a tuple for a list, a number for a 0-d array."
-        ) from None
-
-
 def _signature(kernel) -> str:
     return f"{kernel.__name__}({', '.join(p.name for p in kernel.params)})"
-
-
-def _nearest(key: str, known) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def check_keywords(kernel, kwargs, keywords, **needed) -> None:
@@ -106,7 +50,7 @@ def check_keywords(kernel, kwargs, keywords, **needed) -> None:
         if key not in params:
             raise TypeError(
                 f"triton_call: {key!r} is neither a parameter of {_signature(kernel)} nor an option of triton_call."
-                f"{_nearest(key, [*params, *keywords])}"
+                f"{nearest(key, [*params, *keywords])}"
             )
     for name, value in needed.items():
         if value is None:
@@ -120,7 +64,7 @@ def called_grid(grid, meta, kernel):
     except KeyError as error:
         raise KeyError(
             f"kernel {kernel.__name__}: the grid function asks for {error}, but is given {', '.join(map(repr, meta))}."
-            f"{_nearest(str(error.args[0]), map(str, meta))}"
+            f"{nearest(str(error.args[0]), map(str, meta))}"
         ) from None
 
 
@@ -171,18 +115,22 @@ def _described(kernel, name, given, array) -> Descriptor:
     return bound_descriptor(given, array, triton_compat.is_gluon(kernel), f"kernel {kernel.__name__}: parameter {name!r}")
 
 
-def _bind_one(kernel, param, value, arrays):
-    value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+def _bind_one(kernel, param, value, arrays, inside=False):
+    """The record of a value. `inside` a tuple, where nothing is declared, a ``tl.constexpr`` and a boolean are constants."""
+    wrapped = type(value).__name__ == "constexpr"
+    value = getattr(value, "value", value) if wrapped else value
+    value = bool(value) if isinstance(value, np.bool_) else value
+    constant = param.is_constexpr or (inside and (wrapped or isinstance(value, bool)))
     if isinstance(value, jax_compat.TransformedRef):
         raise TypeError(f"kernel {kernel.__name__}: parameter {param.name!r} takes a whole Ref; got a part of one, {value}.")
-    if isinstance(value, tuple | list) and value and not param.is_constexpr:
-        items = tuple(_bind_one(kernel, param, item, arrays) for item in value)
+    if isinstance(value, tuple | list) and value and not constant:
+        items = tuple(_bind_one(kernel, param, item, arrays, inside=True) for item in value)
         return Items(items, type(value) if hasattr(value, "_fields") else tuple)
     if isinstance(value, TensorDescriptor):
         arrays.append(value.base)
         return _described(kernel, param.name, value, Operand(len(arrays) - 1))
-    if isinstance(value, jax.Array | jax.Ref) or (isinstance(value, np.ndarray) and not param.is_constexpr):
-        if param.is_constexpr:
+    if isinstance(value, jax.Array | jax.Ref) or (isinstance(value, np.ndarray) and not constant):
+        if constant:
             raise TypeError(
                 f"kernel {kernel.__name__}: parameter {param.name!r} is a compile-time constant, but got an array or traced value "
                 f"{value!r}; pass a Python number, or make the parameter a pointer."
@@ -190,8 +138,8 @@ def _bind_one(kernel, param, value, arrays):
         triton_type(value.dtype)
         arrays.append(value)
         return Operand(len(arrays) - 1)
-    if param.is_constexpr or value is None or isinstance(value, str):
-        _check_hashable(kernel, f"parameter {param.name!r}", value)
+    if constant or value is None or isinstance(value, str):
+        check_hashable(kernel, f"parameter {param.name!r}", value)
         return Constexpr(value)
     scalar = as_scalar(value, param.annotation_type)
     if scalar is None:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtops._compat import jax as jax_compat
-from jtops.core.types import Bound, Descriptor, Operand, Result, array_of, leaves
+from jtops.core.types import Bound, array_of, leaves
 
 
 def checked_aliases(kernel, aliases: Mapping[int, int] | None, outs) -> dict[int, int]:
@@ -80,35 +79,3 @@ def discharged(primitive, refs: Mapping[int, Any], *args, call) -> tuple[dict[in
     pure = dataclasses.replace(call, out_types=call.out_types + types, aliases=call.aliases + pairs)
     results = primitive.bind(*args, call=pure)
     return dict(zip(refs, results[count:], strict=True)), results[:count]
-
-
-def bytes_to_zero(call, array: Operand | Result, out_avals) -> int:
-    """How many bytes a launch sets to zero before the kernel runs, where it is given `array`."""
-    result = array.index if isinstance(array, Result) else dict(call.aliases).get(array.index)
-    return out_avals[result].size * out_avals[result].dtype.itemsize if result in call.zeroed else 0
-
-
-def in_buffer_order(ctx, operands, call) -> tuple[Any, list, dict[int, int], list[int]]:
-    """What a custom call must take and give so that its buffers stand in the order of the kernel's pointers.
-
-    XLA hands over the operands, then the results, and a launch gives them to the kernel's pointers one after the other. So
-    results that share an operand's buffer must come last, where no pointer is left for them; and a result whose pointer comes
-    before an operand's is handed in as one, an array of zeros that the result takes over. So is a zeroed one that a kernel
-    sees through a descriptor, which a launch cannot zero.
-
-    Returns (lowering context of the custom call, its operands, its aliases, the output that each of its results is).
-    """
-    pointers = [(a, isinstance(p, Descriptor)) for _, _, p in leaves(call.bound) if (a := array_of(p))]
-    zero = [described and bytes_to_zero(call, a, ctx.avals_out) > 0 for a, described in pointers]
-    taken = max((i + 1 for i, (a, _) in enumerate(pointers) if isinstance(a, Operand) or zero[i]), default=0)
-    shared = dict(call.aliases)
-    fresh = [a.index for a, _ in pointers[taken:]]
-    order = fresh + [i for i in range(len(ctx.avals_out)) if i not in fresh]
-    avals, values, aliases = [], [], {}
-    for at, (a, _) in enumerate(pointers[:taken]):
-        result = a.index if isinstance(a, Result) else shared.get(a.index)
-        avals.append(ctx.avals_out[a.index] if isinstance(a, Result) else ctx.avals_in[a.index])
-        values.append(jax_compat.zeros(ctx, avals[-1]) if isinstance(a, Result) or zero[at] else operands[a.index])
-        if result is not None:
-            aliases[at] = order.index(result)
-    return ctx.replace(avals_in=avals, avals_out=[ctx.avals_out[i] for i in order]), values, aliases, order

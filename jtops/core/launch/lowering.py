@@ -1,12 +1,9 @@
-"""From the triton_call primitive to StableHLO: a launch record for the GPU, or a host call for the interpreter."""
+"""From the triton_call primitive to StableHLO: a launch for the GPU, or a host call for the interpreter."""
 
 import functools
 import hashlib
-import itertools
 import json
-import os
-import tempfile
-import zlib
+from typing import Any
 
 import jax
 import jax.export
@@ -16,20 +13,18 @@ from jax.interpreters import mlir
 from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
 from jtops.core import notes
-from jtops.core.cache import constant_text
 from jtops.core.compile import dump
+from jtops.core.compile.content import constant_text
 from jtops.core.compile.kernel import CompiledKernel, compile_kernel
-from jtops.core.descriptor import descriptor_type, launch_parameters
+from jtops.core.descriptor import descriptor_type
 from jtops.core.interpret import host_call
 from jtops.core.interpret import run as interpreter
-from jtops.core.launch import inplace
-from jtops.core.launch import ptx as ptx_launch
+from jtops.core.launch import ffi, ptx
 from jtops.core.target import Target, resolve
-from jtops.core.types import Constexpr, Descriptor, Operand, Result, Scalar, array_of, leaves, specialization, triton_type
+from jtops.core.types import Constexpr, Descriptor, Operand, Parameter, Result, array_of, leaves, parameters, triton_type
 from jtops.errors import UnsupportedError
 
-LAUNCH_TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
-export_checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (LAUNCH_TARGET, ptx_launch.TARGET)]
+export_checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (ffi.TARGET, ptx.TARGET)]
 _INTERPRETED = 'interpret=True, implementation="interpret" or jtops_implementation asks for it'
 
 
@@ -43,35 +38,33 @@ def lower_gpu(ctx, *operands, call, platform):
         raise UnsupportedError(
             f"lowering for {platform} needs jaxlib's GPU plugin: install jtops[{platform}13] or jax-{platform}13-plugin."
         )
-    compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
-    inner, values, aliases, order = inplace.in_buffer_order(ctx, operands, call)
-    buffers = len(inner.avals_in) + len(inner.avals_out)
-    text = ptx_launch.chosen_text(call, compiled, buffers)
-    path = LAUNCH_TARGET if text is None else ptx_launch.TARGET
-    notes.add(call.name, path, functools.partial(_why, call, compiled, platform, buffers), platform, call, compiled)
+    made, compiled = compile_for(call, ctx.avals_in, ctx.avals_out, resolve(platform, call.target))
+    inner, values, aliases, order = in_buffer_order(ctx, operands, call, made)
+    text, unfit = ptx.chosen(call, made, compiled, len(inner.avals_in) + len(inner.avals_out))
+    path = ffi.TARGET if text is None else ptx.TARGET
+    notes.add(call.name, path, _why(call, platform, unfit), platform, call, compiled)
     if text is not None:
-        results = ptx_launch.lower(inner, values, call, compiled, text, aliases)
+        results = ptx.lower(inner, values, call, compiled, text, aliases)
     else:
-        record = launch_record(call, compiled, ctx.avals_out)
+        record = ffi.launch_record(call, made, compiled, ctx.avals_out)
         extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
-        rule = jax.ffi.ffi_lowering(LAUNCH_TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
-        results = rule(inner, *values, opaque=stored_zlib(record), **extra)  # row-major layouts by default
+        rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
+        results = rule(inner, *values, opaque=ffi.stored_zlib(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
 
 
-def _why(call, compiled, platform, buffers) -> str:
+def _why(call, platform: str, unfit: str | None) -> str:
     """Why a kernel is launched, and by the path that it is, for `explain`."""
     said = f"the program is for {platform}"
     if call.launch:
         return f'{said}; jtops.config.launch("{call.launch}")'
-    reason = ptx_launch.unfit(call, compiled, buffers)
-    return f"{said}; not by XLA's own call: {reason}" if reason else said
+    return f"{said}; not by XLA's own call: {unfit}" if unfit else said
 
 
 def lower_host(ctx, *operands, call):
     """Lowering rule for CPU and every other platform."""
     if not call.interpret:
-        platform = Target.parse(call.target).platform if call.target else "cuda"
+        platform = call.target.platform if call.target else "cuda"
         raise UnsupportedError(
             f"triton_call of kernel {call.kernel.__name__}: lowering for {_platform(ctx)}, which runs no Triton kernels. "
             "Pass interpret=True (or `with jtops.config.interpret():`) to run it with NumPy, or run on a GPU; to lower for one "
@@ -93,71 +86,42 @@ def _interpreted(call, out_avals, *operands):
     return tuple(outputs)
 
 
-def compile_for(call, in_avals, out_avals, target: Target) -> CompiledKernel:
-    """The machine code of a bound call."""
-    types = {}
-    for _, name, param in leaves(call.bound):
-        if array := array_of(param):
-            dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
-            types[name] = descriptor_type(param, dtype) if isinstance(param, Descriptor) else f"*{triton_type(dtype)}"
-    return dump.noted(call, types, compile_kernel(call.kernel, call.bound, types, call.options, target))
+def compile_for(call, in_avals, out_avals, target: Target) -> tuple[tuple[Parameter, ...], CompiledKernel]:
+    """The parameters of a bound call, and its machine code."""
+
+    def type_of_array(_, value):
+        array: Any = array_of(value)
+        dtype = (in_avals if isinstance(array, Operand) else out_avals)[array.index].dtype
+        return descriptor_type(value, dtype) if isinstance(value, Descriptor) else f"*{triton_type(dtype)}"
+
+    made = parameters(call.kernel, call.bound, type_of_array)
+    return made, dump.noted(call, made, compile_kernel(call.kernel, call.bound, made, call.options, target))
 
 
-def launched_kernel(compiled: CompiledKernel):
-    """jaxlib's record of the machine code. Neither IR nor line tables: every launch parses it all."""
-    rocm = compiled.target.platform == "rocm"
-    return jax_compat.gpu_triton.TritonKernel(
-        compiled.name,
-        compiled.num_warps,
-        compiled.num_ctas,
-        compiled.shared_bytes,
-        hsaco_file(compiled.binary) if rocm else compiled.binary,
-        "",
-        0 if rocm else compiled.target.arch,
-        *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
-    )
+def in_buffer_order(ctx, operands, call, parameters) -> tuple[Any, list, dict[int, int], list[int]]:
+    """What a custom call must take and give so that its buffers stand in the order of the kernel's pointers.
 
+    XLA hands over the operands, then the results, and a launch gives them to the kernel's pointers one after the other. So
+    results that share an operand's buffer must come last, where no pointer is left for them; and a result whose pointer comes
+    before an operand's is handed in as one, an array of zeros that the result takes over. So is a zeroed one that a kernel
+    sees through a descriptor, which a launch cannot zero.
 
-def launch_record(call, compiled: CompiledKernel, out_avals) -> bytes:
-    """jaxlib's serialized launch: machine code, grid and parameters."""
-    lib = jax_compat.gpu_triton
-    descriptors = iter(compiled.descriptors or itertools.repeat(None))
-    parameters: list = []
-    for path, name, param in leaves(call.bound):
-        if isinstance(param, Descriptor):
-            parameters += launch_parameters(lib, param, next(descriptors))
-        elif isinstance(param, Operand | Result):
-            aligned = specialization(param, call.kernel.params[path[0]]) is not None
-            parameters.append(lib.create_array_parameter(inplace.bytes_to_zero(call, param, out_avals), 16 if aligned else 0))
-        elif isinstance(param, Scalar) and name not in compiled.folded:
-            parameters.append(lib.create_scalar_parameter(param.value, param.type))
-    return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, parameters).to_proto(call.name, call.metadata)
-
-
-def stored_zlib(data: bytes) -> bytes:
-    """`data` as an uncompressed zlib stream: the same bytes whatever zlib Python has, and nothing to inflate at a launch."""
-    blocks = [data[i : i + 65535] for i in range(0, len(data), 65535)] or [b""]
-    body = b"".join(
-        bytes([i == len(blocks) - 1]) + len(b).to_bytes(2, "little") + (65535 - len(b)).to_bytes(2, "little") + b
-        for i, b in enumerate(blocks)
-    )
-    return b"\x78\x01" + body + zlib.adler32(data).to_bytes(4, "big")
-
-
-@functools.cache
-def _hsaco_directory() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="jtops-hsaco-")
-
-
-def hsaco_file(image) -> str:
-    """jaxlib takes an HSACO by file name; the name is its content's hash."""
-    path = os.path.join(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
-    if not os.path.exists(path):
-        part = f"{path}.{os.getpid()}"
-        with open(part, "wb") as f:
-            f.write(image)
-        os.replace(part, path)
-    return path
+    Returns (lowering context of the custom call, its operands, its aliases, the output that each of its results is).
+    """
+    pointers = [(a, isinstance(p.value, Descriptor)) for p in parameters if (a := array_of(p.value))]
+    zero = [described and ffi.bytes_to_zero(call, a, ctx.avals_out) > 0 for a, described in pointers]
+    taken = max((i + 1 for i, (a, _) in enumerate(pointers) if isinstance(a, Operand) or zero[i]), default=0)
+    shared = dict(call.aliases)
+    fresh = [a.index for a, _ in pointers[taken:]]
+    order = fresh + [i for i in range(len(ctx.avals_out)) if i not in fresh]
+    avals, values, aliases = [], [], {}
+    for at, (a, _) in enumerate(pointers[:taken]):
+        result = a.index if isinstance(a, Result) else shared.get(a.index)
+        avals.append(ctx.avals_out[a.index] if isinstance(a, Result) else ctx.avals_in[a.index])
+        values.append(jax_compat.zeros(ctx, avals[-1]) if isinstance(a, Result) or zero[at] else operands[a.index])
+        if result is not None:
+            aliases[at] = order.index(result)
+    return ctx.replace(avals_in=avals, avals_out=[ctx.avals_out[i] for i in order]), values, aliases, order
 
 
 def _platform(ctx) -> str:

@@ -5,7 +5,6 @@ parameters that Triton adds for scratch memory, which most kernels never read, l
 pure function of the call, as the other path's record is.
 """
 
-import functools
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 
 from jtops._compat import jax as jax_compat
-from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Result, Scalar, leaves
+from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Parameter, Result, Scalar
 from jtops.errors import UnsupportedError
 
 TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: `_compat` asks the XLA at hand whether it has it
@@ -23,42 +22,34 @@ TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: `_compat` asks the XLA at hand 
 AUTOMATIC = "ptx"
 _FLAGS = ("JAX_TRITON_PTXAS_EXTRA_FLAGS", "JAX_TRITON_PTXAS_DEVICE_DEBUG")  # jaxlib's
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
+_LOAD = re.compile(r"\bld\.param\.([bsuf])(8|16|32|64)(\s+)(%[a-z]+)(\d+\s*,\s*)\[\s*([\w$]+)\s*\]")
 
 
 class UnfitError(Exception):
     """Why a kernel cannot be launched this way."""
 
 
-def chosen_text(call, compiled, buffers: int) -> str | None:
-    """The PTX to launch by this path, None for the other; UnsupportedError if this one was demanded and cannot be."""
+def chosen(call, parameters: tuple[Parameter, ...], compiled, buffers: int) -> tuple[str | None, str | None]:
+    """(The PTX to launch by this path, or None for the other; why this path does not serve the call, where it was tried).
+
+    Raises:
+      UnsupportedError: this path was demanded and does not serve the call.
+    """
     if (call.launch or AUTOMATIC) == "ffi":
-        return None
+        return None, None
     try:
-        return _text(call, compiled, buffers)
+        if (refused := jax_compat.ptx_call_refused(TARGET)) is not None:
+            raise UnfitError(f"this process' XLA refuses the call: {refused}")
+        return kernel_text(call, parameters, compiled, buffers), None
     except UnfitError as reason:
         if call.launch is None:
-            return None
+            return None, str(reason)
         raise UnsupportedError(
             f'kernel {call.name}: jtops.config.launch("ptx") was asked for, but {reason}. Use "ffi", or None, which chooses.'
         ) from None
 
 
-def unfit(call, compiled, buffers: int) -> str | None:
-    """Why this path does not serve the call; None if it does."""
-    try:
-        _text(call, compiled, buffers)
-    except UnfitError as reason:
-        return str(reason)
-    return None
-
-
-def _text(call, compiled, buffers: int) -> str:
-    if (refused := jax_compat.ptx_call_refused(TARGET)) is not None:
-        raise UnfitError(f"this process' XLA refuses the call: {refused}")
-    return kernel_text(call, compiled, buffers)
-
-
-def kernel_text(call, compiled, buffers: int) -> str:
+def kernel_text(call, parameters: tuple[Parameter, ...], compiled, buffers: int) -> str:
     """The PTX of a compiled call with one parameter for each of its custom call's `buffers`; `UnfitError` if that cannot be."""
     if compiled.target.platform != "cuda":
         raise UnfitError("it is for ROCm")
@@ -70,49 +61,48 @@ def kernel_text(call, compiled, buffers: int) -> str:
         raise UnfitError("it carries metadata, which is read from a launch record")
     if call.zeroed:
         raise UnfitError("it has outputs to be zeroed before the launch")
-    params = [(n, p) for _, n, p in leaves(call.bound) if not isinstance(p, Constexpr) and n not in compiled.folded]
-    if not all(isinstance(p, Operand | Result | Scalar) for _, p in params):
+    passed = [p.value for p in parameters if not isinstance(p.value, Constexpr) and p.name not in compiled.folded]
+    if not all(isinstance(value, Operand | Result | Scalar) for value in passed):
         raise UnfitError("it takes tensor descriptors")
-    pads = buffers - sum(not isinstance(p, Scalar) for _, p in params)
-    return _with_constants(compiled.binary, [p for _, p in params], pads)
+    pads = buffers - sum(not isinstance(value, Scalar) for value in passed)
+    return _with_constants(compiled.binary, passed, pads)
 
 
 def _with_constants(ptx: str, params: list, pads: int) -> str:
     """`ptx` where the launch's numbers are constants and `pads` parameters follow, for results that have no pointer."""
     entry = _ENTRY.search(ptx)
     declared = [line.strip(" \t,") for line in entry[2].split("\n")] if entry else []
-    if entry is None or len(declared) < len(params) or not all(line.startswith(".param") for line in declared):
+    names = [f"{entry[1]}_param_{i}" for i in range(len(declared))] if entry else []
+    expected = all(line.startswith(".param") and line.split()[-1] == name for line, name in zip(declared, names, strict=True))
+    if entry is None or len(names) < len(params) or not expected:
         raise UnfitError(f"its PTX does not declare the {len(params)} parameters of the launch in the expected form")
-    names = [line.split()[-1] for line in declared]
     head, body = ptx[: entry.start()], ptx[entry.end() :]
-    if any(re.search(rf"\b{re.escape(name)}\b", body) for name in names[len(params) :]):
-        raise UnfitError("it uses scratch memory")
+    numbers = {name: param for name, param in zip(names, params, strict=False) if isinstance(param, Scalar)}
     widths = {register: int(bits) for bits, register in re.findall(r"\.reg \.[bsuf](\d+)\s+(%[a-z]+)<", body)}
-    kept = []
-    for line, name, param in zip(declared, names, params, strict=False):
-        if not isinstance(param, Scalar):
-            kept.append(line)
-            continue
-        with np.errstate(over="ignore"):
-            value = np.array(param.value, NUMPY_TYPES[param.type]).tobytes()
-        body = re.sub(
-            rf"\bld\.param\.([bsuf])(8|16|32|64)(\s+)(%[a-z]+)(\d+\s*,\s*)\[\s*{re.escape(name)}\s*\]",
-            functools.partial(_immediate, value, widths),
-            body,
-        )
-        if re.search(rf"\b{re.escape(name)}\b", body):
-            raise UnfitError(f"its PTX uses the number {name} in another way than loading it")
+
+    def constant(load: re.Match) -> str:
+        return _immediate(load, numbers[load[6]], widths) if load[6] in numbers else load[0]
+
+    body = _LOAD.sub(constant, body)
+    left = set(re.findall(rf"(?<![\w$]){re.escape(entry[1])}_param_\d+", body))
+    if left.intersection(names[len(params) :]):
+        raise UnfitError("it uses scratch memory")
+    if used := [name for name in numbers if name in left]:
+        raise UnfitError(f"its PTX uses the number {used[0]} in another way than loading it")
+    kept = [line for line, name in zip(declared, names[: len(params)], strict=False) if name not in numbers]
     kept += [f".param .u64 {entry[1]}_result_{i}" for i in range(pads)]
     return f"{head}.visible .entry {entry[1]}(\n" + ",\n".join(kept) + f"\n){body}"
 
 
-def _immediate(value: bytes, widths: dict[str, int], load: re.Match) -> str:
+def _immediate(load: re.Match, number: Scalar, widths: dict[str, int]) -> str:
     """The load of a number as a move of its bits; as constant data, each multiprocessor would fetch it anew in every launch."""
-    kind, bits, space, register, rest = load.groups()
+    kind, bits, space, register, rest, _ = load.groups()
     if (width := widths.get(register)) is None:
         return load[0]
-    number = int.from_bytes(value[: int(bits) // 8], "little", signed=kind == "s") & ((1 << width) - 1)
-    return f"mov.b{width}{space}{register}{rest}{number:#x}"
+    with np.errstate(over="ignore"):
+        value = np.array(number.value, NUMPY_TYPES[number.type]).tobytes()
+    moved = int.from_bytes(value[: int(bits) // 8], "little", signed=kind == "s") & ((1 << width) - 1)
+    return f"mov.b{width}{space}{register}{rest}{moved:#x}"
 
 
 def lower(ctx, operands, call, compiled, text: str, aliases: dict[int, int]):

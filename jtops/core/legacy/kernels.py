@@ -9,11 +9,14 @@ import jax
 
 from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
-from jtops.core.compile import kernel as core_compile
-from jtops.core.launch.binding import launch_options, normalize_grid
-from jtops.core.launch.lowering import hsaco_file, launched_kernel, lower_gpu
+from jtops.core.compile.kernel import compile_kernel
+from jtops.core.launch.binding import normalize_grid
+from jtops.core.launch.ffi import hsaco_file, launched_kernel
+from jtops.core.launch.lowering import lower_gpu
+from jtops.core.launch.options import launch_options
+from jtops.core.launch.record import KernelCall
 from jtops.core.target import Target, requested, resolve
-from jtops.core.types import Bound, Constexpr, Operand, Result, Scalar, leaves, specialization, triton_type
+from jtops.core.types import Bound, Constexpr, Operand, Result, Scalar, parameters, triton_type
 from jtops.errors import UnsupportedError
 
 
@@ -30,8 +33,7 @@ class CompilationResult:
 
 
 def _gpu_target(platform: str, compute_capability, num_ctas: int = 1):
-    name = requested() if compute_capability is None else str(Target.parse(compute_capability))
-    target = resolve(platform, name)
+    target = resolve(platform, requested() if compute_capability is None else Target.parse(compute_capability))
     if num_ctas > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
         raise ValueError(f"num_ctas={num_ctas} needs clusters, from sm_90 on; the target is {target}.")
     return target.gpu_target
@@ -161,13 +163,14 @@ def get_or_create_triton_kernel(
     target = Target.parse(backend_init_func(device, compute_capability).target.arch)
     if target.platform != platform:
         raise ValueError(f"platform is {platform!r}, but the backend is for {target}.")
-    options = launch_options(function, num_warps, num_stages, num_ctas, {"enable_fp_fusion": enable_fp_fusion})
+    fusion = {"enable_fp_fusion": enable_fp_fusion}
+    options = launch_options(function, num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, backend_options=fusion)
     bound, types = _bound(function, arg_dtypes, scalar_args, metaparams, len(arg_dtypes))
-    compiled = core_compile.compile_kernel(function, bound, types, options, target)
+    made = parameters(function, bound, lambda name, _: types[name])
+    compiled = compile_kernel(function, bound, made, options, target)
     if dump:
         print("\n".join(str(compiled.triton_kernel.asm[s]) for s in ("ttir", "ttgir", "llir") if s in compiled.triton_kernel.asm))
-    declared = function.params
-    return launched_kernel(compiled), {path: specialization(p, declared[path[0]]) or [] for path, _, p in leaves(bound)}
+    return launched_kernel(compiled), {p.path: [["tt.divisibility", 16]] if p.aligned else [] for p in made}
 
 
 def make_autotuner_configs(fn, metaparams: Mapping[str, Any], named_args: Mapping[str, Any]) -> list:
@@ -227,8 +230,6 @@ def triton_kernel_call_lowering(
     **metaparams: Any,
 ):
     """Lowering rule of a primitive with these parameters; aliases count arrays alone, aliased outputs have no parameter."""
-    from jtops.core.call import KernelCall  # noqa: PLC0415  call imports this module for its keywords
-
     del custom_call_target_name  # there is one
     function = triton_compat.kernel_function(fn)
     target = Target.parse(backend_init_func(device, compute_capability).target.arch)
@@ -240,14 +241,18 @@ def triton_kernel_call_lowering(
     kinds += [f"*{triton_type(out_shapes[i].dtype)}" for i in free]
     bound, _ = _bound(function, kinds, scalar_args, metaparams, len(array_args))
     bound = tuple((n, Result(free[p.index]) if isinstance(p, Result) else p) for n, p in bound)
+    fusion = {"enable_fp_fusion": enable_fp_fusion}
+    options = launch_options(
+        function, num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, backend_options=fusion, debug=debug
+    )
     call = KernelCall(
         kernel=function,
         bound=bound,
         grid=normalize_grid(grid(metaparams) if callable(grid) else grid, function.__name__),
         out_types=tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in out_shapes),
         name=name or function.__name__,
-        options=launch_options(function, num_warps, num_stages, num_ctas, {"enable_fp_fusion": enable_fp_fusion}, debug),
-        target=str(target),
+        options=options,
+        target=target,
         interpret=False,
         has_side_effect=has_side_effect,
         cost=None,

@@ -17,7 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jtops._compat import jax as jax_compat
 from jtops.core import notes
 from jtops.core.descriptor import TensorDescriptor
+from jtops.core.launch.request import Request
 from jtops.core.mesh import partition
+from jtops.core.tuning import settle
 from jtops.core.types import Constexpr
 from jtops.errors import UnsupportedError
 
@@ -160,17 +162,6 @@ def _check_results(name, rule, arrays, outs) -> None:
         )
 
 
-def refuse_sharded(name: str, avals) -> None:
-    """UnsupportedError for operands whose types are sharded: a kernel without a rule sees whole arrays alone."""
-    for i, aval in enumerate(avals):
-        if not isinstance(aval, jax_compat.AbstractRef) and any(axis is not None for axis in aval.sharding.spec):
-            raise UnsupportedError(
-                f"kernel {name}: operand {i} is sharded over explicit mesh axes, {aval.str_short(mesh_axis_types=True)}, and the "
-                "call has no rule for that. Give triton_call sharding_rule=jtops.ShardingRule(...), wrap your function in "
-                "jtops.sharded_call, call it in jax.shard_map, or jax.sharding.reshard the operand to be whole on every device."
-            )
-
-
 # ----------------------------------------------------------------------------------------------------------- the primitive
 
 sharded_p = Primitive("sharded_call")
@@ -187,7 +178,7 @@ def _out_types(call: _Call, types):
 @sharded_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     types = _out_types(call, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = partition.mesh_of(avals)
     outs = [jax_compat.shaped_array(t.shape, t.dtype, jax_compat.varying_axes(avals[0])) for t in types]
     if AxisType.Explicit not in mesh.axis_types:
         return outs
@@ -240,12 +231,11 @@ def _is_none(value) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _ByRule:
-    """A triton_call of a device's part: numbers that are functions, grid and result shapes follow from that part's sizes."""
+    """A request of a device's part: numbers that are functions, grid and result shapes follow from that part's sizes."""
 
-    triton_call: Callable
     rule: ShardingRule
     name: str
-    values: tuple[Constexpr, ...]  # of the kernel's arguments, `_Slot` for an array, then of the call's options
+    values: tuple[Constexpr, ...]  # the request's, but for grid and results; `_Slot` for an array
     structure: Any
     out_types: tuple[jax.ShapeDtypeStruct, ...]
     results: Any
@@ -264,37 +254,39 @@ class _ByRule:
         def part(dims, whole):
             return jax.ShapeDtypeStruct([sizes.get(" ".join(n), s) for n, s in zip(dims, whole.shape, strict=True)], whole.dtype)
 
-        arguments, options = self.structure.unflatten(v.value for v in self.values)
-        args, kwargs = jax.tree.map(argument, arguments, is_leaf=_is_none)
+        request = self.structure.unflatten(v.value for v in self.values)
+        args, kwargs = jax.tree.map(argument, (request.args, request.kwargs), is_leaf=_is_none)
         outs = self.results.unflatten([part(d, t) for d, t in zip(self.rule.arrays()[1], self.out_types, strict=True)])
-        return self.triton_call(*args, out_type=outs, grid=lambda meta: self.grid(sizes | meta), **kwargs, **options)
+        grid = lambda meta: self.grid(sizes | meta)
+        return settle.launch(dataclasses.replace(request, args=args, kwargs=kwargs, out_type=outs, grid=grid))
 
 
-def by_rule(triton_call, args, kwargs, given):
-    """`triton_call` of arrays on a mesh; `given` are its own keyword arguments, `kwargs` the kernel's."""
-    options = dict(given)
-    sharding_rule, out_type, grid = (options.pop(name) for name in ("sharding_rule", "out_type", "grid"))
-    _check_rule(sharding_rule)
+def launch(request: Request) -> Any:
+    """Launch a kernel, for each device's part of the arrays if the request has a sharding rule."""
+    rule, grid, name = request.sharding_rule, request.grid, request.name
+    if rule is None:
+        return settle.launch(request)
+    _check_rule(rule)
     if not callable(grid):
         raise TypeError(
             "triton_call: with sharding_rule, grid must be a function, so that each device has a grid for its part: it is given "
             f"the sizes of the rule's axes beside the kernel's numbers and constants; got {grid!r}."
         )
-    leaves, tree = jax.tree.flatten(out_type, is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
+    outs, tree = request.results()
     described = lambda v: isinstance(v, TensorDescriptor)
-    if any(map(described, [*leaves, *jax.tree.leaves((args, kwargs), is_leaf=described)])):
+    if any(map(described, [*outs, *jax.tree.leaves((request.args, request.kwargs), is_leaf=described)])):
         raise UnsupportedError(
             "triton_call: a TensorDescriptor has the shape of the whole array, and sharding_rule launches for parts of it. Make "
             "the descriptor in a function of arrays and wrap that in jtops.sharded_call: there it is one of the device's part."
         )
-    types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in leaves)
-    if [len(t.shape) for t in types] != [len(dims) for dims in sharding_rule.arrays()[1]]:
-        raise ValueError(f"triton_call: sharding rule {sharding_rule.axes!r} does not fit out_type {out_type!r}.")
-    values, structure = jax.tree.flatten(((args, kwargs), options), is_leaf=_is_none)
+    types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in outs)
+    if [len(t.shape) for t in types] != [len(dims) for dims in rule.arrays()[1]]:
+        raise ValueError(f"triton_call: sharding rule {rule.axes!r} does not fit out_type {request.out_type!r}.")
+    local = dataclasses.replace(request, out_type=None, grid=None, sharding_rule=None)
+    values, structure = jax.tree.flatten(local, is_leaf=_is_none)
     is_array = [isinstance(v, jax.Array | np.ndarray) for v in values]
     kept = tuple(Constexpr(_Slot if a else v) for v, a in zip(values, is_array, strict=True))
     arrays = [v for v, a in zip(values, is_array, strict=True) if a]
-    name = options["name"] or str(getattr(getattr(options["kernel"], "base_fn", options["kernel"]), "__name__", "kernel"))
-    _check_results(name, sharding_rule, arrays, types)
-    local = _ByRule(triton_call, sharding_rule, name, kept, structure, types, tree, grid)
-    return sharded_call(local, sharding_rule)(*arrays)
+    name = name or str(getattr(getattr(request.kernel, "base_fn", request.kernel), "__name__", "kernel"))
+    _check_results(name, rule, arrays, types)
+    return sharded_call(_ByRule(rule, name, kept, structure, types, tree, grid), rule)(*arrays)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jtops._compat import triton as triton_compat
-from jtops.core.cache import constant_text
+from jtops.core.compile.content import constant_text
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import strides_from_shape
 from jtops.errors import UnsupportedError

@@ -1,7 +1,7 @@
 """Kernels under @triton.autotune and @triton.heuristics: one config is settled while the call is traced, then bound like any other.
 
 What is emitted is a plain launch, so a tuned kernel exports, serialises and hits JAX's caches. Where to look, in order: the
-values that the caller gives, what this process already decided, the table on disk (`tuning_table`), and then a trial of all
+values that the caller gives, what this process already decided, the table on disk (`table`), and then a trial of all
 configs on this process' GPU, or the first config that compiles where there is none. ``jtops.config.tuning`` can ask for a
 trial always or never. With several processes (``jax.distributed``) process 0 decides and the others ask it.
 
@@ -11,7 +11,6 @@ Tuning compares times and nothing else: a config that computes something else th
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import threading
@@ -24,15 +23,18 @@ from jtops import config
 from jtops._compat import jax as jax_compat
 from jtops._compat import triton as triton_compat
 from jtops.core import cache, target
-from jtops.core.cache import constant_text
+from jtops.core.compile.content import constant_text
+from jtops.core.launch import plain
+from jtops.core.launch.request import Request
 from jtops.core.sizes import next_power_of_2
 from jtops.core.tuning import processes, timing
 from jtops.core.tuning import table as tuning_table
 from jtops.core.tuning.candidates import Candidate, Plan, is_array
 from jtops.core.tuning.table import export_table, import_table
+from jtops.core.types import is_shaped
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 
-__all__ = ["Decision", "call", "decisions", "export_table", "import_table", "is_decorated"]
+__all__ = ["Decision", "decisions", "export_table", "import_table", "is_decorated", "launch"]
 
 log = logging.getLogger("jtops.tuning")
 
@@ -49,7 +51,6 @@ class Decision:
 
 
 _decisions: dict[Any, concurrent.futures.Future] = cache.store({})
-_lock = threading.Lock()  # guards the dict, never held while deciding
 _timing = threading.Lock()  # one trial at a time: two would time each other
 
 
@@ -63,68 +64,73 @@ def is_decorated(kernel) -> bool:
     return isinstance(kernel, triton_compat.Autotuner | triton_compat.Heuristics)
 
 
-def call(triton_call: Callable, args: tuple, kwargs: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """``triton_call(*args, **settings, **kwargs)`` of a decorated kernel, with one of its configs."""
-    options = {k: settings[k] for k in ("num_warps", "num_stages", "num_ctas") if settings[k] is not None}
-    given = dict(settings["backend_options"] or {})
+def launch(request: Request) -> Any:
+    """Launch a kernel: with one of its configs if it is decorated, else as it is."""
+    if not is_decorated(request.kernel):
+        return plain.launch(request)
+    options = {k: v for k in ("num_warps", "num_stages", "num_ctas") if (v := getattr(request, k)) is not None}
+    given = dict(request.backend_options or {})
     if clash := [k for k in options if given.get(k, options[k]) != options[k]]:
         raise ValueError(f"triton_call: {clash[0]}={options[clash[0]]!r} but backend_options has {given[clash[0]]!r}.")
-    filled = {stride for _, stride in getattr(settings["vmap_method"], "strides", ())}  # parameters that vmap sets
-    plan = Plan(settings["kernel"], args, kwargs, given | options, [leaf for _, leaf in _outputs(settings)], filled)
-    bind = lambda candidate, **changes: _bound(triton_call, plan, candidate, settings | changes)
-    interpret = settings["interpret"]
-    interpret = config.implementation.value == "interpret" if interpret is None else interpret
-    if len(plan.candidates) == 1 or interpret:
-        return bind(plan.candidates[0])()
-    return bind(_settled(_Problem(plan, bind, settings["compute_capability"])))()
+    filled = {stride for _, stride in getattr(request.vmap_method, "strides", ())}  # parameters that vmap sets
+    outs = [leaf for _, leaf in _outputs(request)]
+    plan = Plan(request.kernel, request.args, request.kwargs, given | options, outs, filled)
+    interpret = config.implementation.value == "interpret" if request.interpret is None else request.interpret
+    only = len(plan.candidates) == 1 or interpret
+    return plain.launch(_chosen(plan, plan.candidates[0] if only else _settled(_Question(plan, request)), request))
 
 
-def _outputs(settings) -> list[tuple[int, Any]]:
+def _outputs(request: Request) -> list[tuple[int, Any]]:
     """Results that have a parameter of their own, with their numbers."""
-    shared = set((settings["input_output_aliases"] or {}).values())
-    return [(i, leaf) for i, leaf in enumerate(_leaves(settings)[0]) if i not in shared]
+    shared = set((request.input_output_aliases or {}).values())
+    return [(i, leaf) for i, leaf in enumerate(request.results()[0]) if i not in shared]
 
 
-def _leaves(settings) -> tuple[list, Any]:
-    return jax.tree.flatten(settings["out_type"], is_leaf=lambda t: hasattr(t, "shape") and hasattr(t, "dtype"))
-
-
-def _bound(triton_call, plan: Plan, candidate: Candidate, settings) -> Callable:
-    """The plain call of a candidate, to be traced."""
-    plain = dict.fromkeys(("num_warps", "num_stages", "num_ctas"))
-    settings = settings | plain | {"kernel": plan.function, "backend_options": candidate.options}
-    number = {name: i for name, (i, _) in zip(plan.outputs, _outputs(settings), strict=False)}
-    if candidate.zeroed:
-        settings["zeroed_outputs"] = _zeroed(plan, candidate, settings, number)
-    if described := {number[n]: v for n, v in candidate.replaced.items() if n in number}:
-        leaves, tree = _leaves(settings)
-        settings["out_type"] = tree.unflatten([described.get(i, leaf) for i, leaf in enumerate(leaves)])
+def _chosen(plan: Plan, candidate: Candidate, request: Request) -> Request:
+    """The request of the plain kernel that a candidate is."""
+    number = {name: i for name, (i, _) in zip(plan.outputs, _outputs(request), strict=False)}
+    leaves, tree = request.results()
+    described = {number[n]: v for n, v in candidate.replaced.items() if n in number}
     args, kwargs = plan.arguments(candidate)
-    return functools.partial(triton_call, *args, **settings, **kwargs)
+    return dataclasses.replace(
+        request,
+        args=args,
+        kwargs=kwargs,
+        kernel=plan.function,
+        out_type=tree.unflatten([described.get(i, leaf) for i, leaf in enumerate(leaves)]),
+        num_warps=None,
+        num_stages=None,
+        num_ctas=None,
+        backend_options=candidate.options,
+        zeroed_outputs=_zeroed(plan, candidate, request, number),
+    )
 
 
-def _zeroed(plan: Plan, candidate: Candidate, settings, number: dict[str, int]) -> Any:
+def _zeroed(plan: Plan, candidate: Candidate, request: Request, number: dict[str, int]) -> Any:
     """The caller's `zeroed_outputs` and those that the config's hooks zero."""
+    if not candidate.zeroed:
+        return request.zeroed_outputs
     if others := sorted(candidate.zeroed - number.keys()):
         raise UnsupportedError(
             f"kernel {plan.function.__name__}: a pre_hook zeroes {others[0]!r}, an argument of the call, which JAX does not let "
             "change. Zero a result, or pass zeros."
         )
-    asked, ours = settings["zeroed_outputs"], tuple(number[n] for n in candidate.zeroed)
+    asked, ours = request.zeroed_outputs, tuple(number[n] for n in candidate.zeroed)
     merged = lambda indices: tuple(sorted({*(indices or ()), *ours}))
     return (lambda meta: merged(asked(meta))) if callable(asked) else merged(asked)
 
 
-class _Problem:
+class _Question:
     """A choice to make: the candidates, how to call them, and what the answer depends on."""
 
-    def __init__(self, plan: Plan, bind: Callable, capability: int | str | None):
-        self.plan, self.bind = plan, bind
+    def __init__(self, plan: Plan, request: Request):
+        self.plan, self.request = plan, request
         self.labels: dict[str, Candidate] = {c.label: c for c in plan.candidates}
         self.kernel = f"{plan.function.__module__}.{plan.function.__qualname__}"
         self.device = target.present()
-        wanted = target.requested() if capability is None else str(target.Target.parse(capability))
-        own = None if self.device is None else str(target.of_device(self.device))
+        asked = request.compute_capability
+        wanted = target.requested() if asked is None else target.Target.parse(asked)
+        own = None if self.device is None else target.of_device(self.device)
         self.target = wanted or own
         self.local = self.device is not None and self.target == own
         self.x64 = jax.config.jax_enable_x64
@@ -138,8 +144,9 @@ class _Problem:
 
     def function(self, candidate: Candidate, **changes) -> tuple[Callable, list]:
         """A candidate as a function of its arrays alone, and their types."""
-        bound = self.bind(candidate, **({"interpret": False} | changes))  # the worker does not see the caller's settings
-        leaves, tree = jax.tree.flatten((bound.args, {k: v for k, v in bound.keywords.items() if k in self.plan.params}))
+        changes = {"interpret": False} | changes  # the worker does not see the caller's settings
+        request = _chosen(self.plan, candidate, dataclasses.replace(self.request, **changes))
+        leaves, tree = jax.tree.flatten((request.args, request.kwargs))
         where = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
         avals = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in where]
         refs = {i for i in where if isinstance(leaves[i], jax.Ref)}
@@ -150,23 +157,24 @@ class _Problem:
             for i, array in zip(where, arrays, strict=True):
                 made[i] = jax.new_ref(array) if i in refs else array
             args, kwargs = tree.unflatten(made)
-            return bound.func(*args, **(bound.keywords | kwargs)), [made[i][...] for i in sorted(refs)]
+            results = plain.launch(dataclasses.replace(request, args=args, kwargs=kwargs))
+            return results, [made[i][...] for i in sorted(refs)]
 
         return run, avals
 
     @contextlib.contextmanager
     def context(self):
         """What of the caller's context a worker thread needs; the rest, its traces above all, it must not see."""
-        with jax.enable_x64(self.x64), config.target(self.target), jax.debug_nans(False):
+        with jax.enable_x64(self.x64), config.target(None if self.target is None else str(self.target)), jax.debug_nans(False):
             yield
 
     def compile(self, label: str) -> KernelCompileError | None:
         """Compile one candidate; what is wrong with it, if it does not compile or does not fit."""
         run, avals = self.function(self.labels[label])
-        platform = target.Target.parse(str(self.target)).platform
+        assert self.target is not None
         try:
             with self.context():
-                jax.jit(run).trace(*avals).lower(lowering_platforms=(platform,))
+                jax.jit(run).trace(*avals).lower(lowering_platforms=(self.target.platform,))
             return None
         except KernelCompileError as error:
             log.warning("kernel %s: config (%s) is skipped: %s", self.kernel, label, error)
@@ -239,7 +247,7 @@ def _described(plan: Plan) -> str:
     arrays, constants = {}, {}
     wanted = {n for tuner in plan.tuners for n in tuner.keys}
     for name, value in sorted((plan.named | plan.outputs).items()):
-        shaped = [v for v in jax.tree.leaves(value) if hasattr(v, "shape") and hasattr(v, "dtype")]
+        shaped = [v for v in jax.tree.leaves(value) if is_shaped(v)]
         if shaped:
             arrays[name] = [f"{v.dtype}{[next_power_of_2(d) for d in v.shape]}" for v in shaped]
         elif name in wanted or (name in plan.given and name in plan.params and plan.params[name].is_constexpr):
@@ -247,37 +255,26 @@ def _described(plan: Plan) -> str:
     return f"{arrays} {constants}"
 
 
-def _settled(problem: _Problem) -> Candidate:
+def _settled(question: _Question) -> Candidate:
     """The candidate to use; decided once per process, whoever asks and however many threads ask at once."""
     policy = config.tuning.value or "cached"
-    key = (problem.kernel, problem.text, problem.fingerprint, problem.device_kind, policy)
-    with _lock:
-        future, mine = (
-            (_decisions[key], False) if key in _decisions else (_decisions.setdefault(key, concurrent.futures.Future()), True)
-        )
-    if mine:
-        try:
-            future.set_result(_decide(problem, policy))
-        except BaseException as error:
-            with _lock:
-                _decisions.pop(key, None)
-            future.set_exception(error)
-    return problem.labels[future.result().config]
+    key = (question.kernel, question.text, question.fingerprint, question.device_kind, policy)
+    return question.labels[cache.once(_decisions, key, lambda: _decide(question, policy)).config]
 
 
-def _decide(problem: _Problem, policy: str) -> Decision:
-    decide = lambda: _decide_alone(problem, policy)
+def _decide(question: _Question, policy: str) -> Decision:
+    decide = lambda: _decide_alone(question, policy)
     if (shared := jax_compat.distributed_client()) is None:
         return decide()
-    name = f"jtops/tuning/{policy}/{tuning_table.digest(problem.kernel + problem.text)}"
-    made = processes.of_process_0(shared, name, problem.kernel, problem.fingerprint, decide)
-    return made if isinstance(made, Decision) else problem._decision(made, "process 0")
+    name = f"jtops/tuning/{policy}/{tuning_table.digest(question.kernel + question.text)}"
+    made = processes.of_process_0(shared, name, question.kernel, question.fingerprint, decide)
+    return made if isinstance(made, Decision) else question._decision(made, "process 0")
 
 
-def _decide_alone(problem: _Problem, policy: str) -> Decision:
+def _decide_alone(question: _Question, policy: str) -> Decision:
     entry = None
-    if policy != "always" and problem.target is not None:
-        entry = tuning_table.load(problem.kernel, problem.text, problem.fingerprint, problem.device_kind)
-    if entry is not None and entry["config"] in problem.labels:
-        return problem._decision(entry["config"], "table", entry["seconds"])
-    return problem.timed() if problem.local and policy != "never" else problem.first_valid()
+    if policy != "always" and question.target is not None:
+        entry = tuning_table.load(question.kernel, question.text, question.fingerprint, question.device_kind)
+    if entry is not None and entry["config"] in question.labels:
+        return question._decision(entry["config"], "table", entry["seconds"])
+    return question.timed() if question.local and policy != "never" else question.first_valid()

@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jtops.config import Implementation
@@ -18,7 +20,8 @@ _OP = "flash_attention"
 _MAX_HEAD_DIM = 256
 
 
-def _limits(q, k, v, *_, **__) -> str | None:
+def limits(q, k, v, *_, **__) -> str | None:
+    """Why a legal call has no kernel; None if it has one."""
     if max(q.shape[-1], v.shape[-1]) > _MAX_HEAD_DIM:
         return f"no kernel for head dims above {_MAX_HEAD_DIM}; got q and k {q.shape[-1]}, v {v.shape[-1]}"
     return checks.kernel_floats(q, k, v)
@@ -33,7 +36,7 @@ _attention = fused_op(
     backward=backward,
     saves=(0, 1),
     whole="t d e",
-    limits=_limits,
+    limits=limits,
     blocks="BLOCK_M BLOCK_N",
 )
 
@@ -97,7 +100,7 @@ def flash_attention(
     batch = checks.broadcast(_OP, "batch axes", q=q.shape[:-3], k=k.shape[:-3], v=v.shape[:-3])
     q_ids, kv_ids = _segments(segment_ids, sizes, batch)
     lengths = [_integers(name, x, "...", sizes, batch) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
-    left, right = _window(window)
+    left, right = _window(window, sizes["s"] + sizes["t"])
     if causal not in (False, True, "top_left", "bottom_right"):
         raise ValueError(f'{_OP}: causal must be False, True, "top_left" or "bottom_right"; got {causal!r}.')
     if causal:
@@ -128,17 +131,23 @@ def _precision(q, asked) -> str:
     return resolved if q.dtype.itemsize >= 4 else "tf32"  # of half-precision inputs every product is exact
 
 
-def _window(window) -> tuple[int | None, int | None]:
+def _window(window, far: int) -> tuple[int | None, int | None]:
+    """Both sides; one that reaches `far`, further than any key is from any query, is no bound, however large the int."""
     sides = window if isinstance(window, tuple) else (window, window)
-    if len(sides) != 2 or any(x is not None and (isinstance(x, bool) or not isinstance(x, int) or x < 0) for x in sides):
+    legal = lambda x: x is None or (isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= 0)
+    if len(sides) != 2 or not all(map(legal, sides)):
         raise ValueError(f"{_OP}: window must be an int, or a pair (left, right) of ints or None, none negative; got {window!r}.")
-    return sides
+    left, right = (None if x is None or x >= far else int(x) for x in sides)
+    return left, right
 
 
 def _integers(name: str, x, spec: str, sizes: dict[str, int], batch: tuple[int, ...]):
     if x is None:
         return None
-    x = checks.array(_OP, name, x, floating=False)
+    if not isinstance(x, np.ndarray | np.generic | jax.Array):  # Python's ints have no width of their own
+        x = checks.array(_OP, name, _as_int32(x), floating=False)
+    else:
+        x = checks.array(_OP, name, x, floating=False)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{_OP}: {name} must be integers; got {x.dtype} {x.shape}.")
     if not jnp.can_cast(x.dtype, jnp.int32):  # an id cut to 32 bits would meet another, or be taken for padding
@@ -150,9 +159,21 @@ def _integers(name: str, x, spec: str, sizes: dict[str, int], batch: tuple[int, 
     return x.astype(jnp.int32)
 
 
+def _as_int32(x):
+    """Ints of Python as int32 if all of them fit; whatever else there is as it is."""
+    try:
+        wide = np.asarray(x)
+    except (TypeError, ValueError):
+        return x
+    fits = wide.dtype.kind == "i" and np.all(wide == wide.astype(np.int32))
+    return wide.astype(np.int32) if fits else x
+
+
 def _segments(ids, sizes: dict[str, int], batch: tuple[int, ...]):
     if ids is None:
         return None, None
+    if isinstance(ids, list):
+        raise TypeError(f"{_OP}: segment_ids must be an array or a tuple of two, (q_ids, kv_ids); got a list of {len(ids)}.")
     if not isinstance(ids, tuple):
         if sizes["s"] != sizes["t"]:
             raise ValueError(

@@ -28,6 +28,7 @@ except ImportError:  # Windows, where there is nothing to tune
 
 from jtops._compat import triton as triton_compat
 from jtops.core import cache, notes
+from jtops.core.compile.content import content
 from jtops.core.sizes import next_power_of_2
 from jtops.core.tuning import table as tuning_table
 from jtops.errors import JtopsError
@@ -100,7 +101,7 @@ class _Same:
 
 @functools.lru_cache(1024)
 def _fingerprint(kernels: tuple[_Same, ...]) -> str:
-    return tuning_table.digest(cache.content([k.kernel for k in kernels]))
+    return tuning_table.digest(content([k.kernel for k in kernels]))
 
 
 def choices() -> contextlib.AbstractContextManager[list[tuple[Choice, Config]]]:

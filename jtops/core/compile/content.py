@@ -1,0 +1,63 @@
+"""What tells kernels, their helpers and their constants apart: their content, the same in every process."""
+
+import types
+from typing import Any
+
+from jtops._compat import triton as triton_compat
+
+
+def constant_text(value) -> str:
+    """A compile-time constant by content, the same in every process."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(constant_text, value))})"
+    if isinstance(value, triton_compat.JITFunction):
+        return f"{value.__name__}:{triton_compat.kernel_key(value)[:16]}"
+    text = repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__) if " at 0x" in text else text
+
+
+def _reached(*kernels):
+    """Each kernel and helper that `kernels` name, directly or not, with all that it names; tuples of them are looked into."""
+    seen, todo = set(), list(kernels)
+    while todo:
+        function = todo.pop()
+        todo += function if isinstance(function, tuple) else ()
+        if id(function) in seen or not isinstance(function, triton_compat.JITFunction):
+            continue
+        seen.add(id(function))
+        names = function.fn.__code__.co_names
+        scope = [function.fn.__globals__.get(n) for n in names] + [c.cell_contents for c in function.fn.__closure__ or ()]
+        for module in [m for m in scope if isinstance(m, types.ModuleType) and not m.__name__.startswith("triton")]:
+            scope += [getattr(module, n, None) for n in names]
+        todo += scope
+        yield function, scope
+
+
+def content(kernels) -> str:
+    """Kernels, their helpers and the constants they see, as text: the same wherever in a file they stand, and in every Triton."""
+    texts = []
+    for function, scope in _reached(*kernels):
+        if not function.__module__.startswith("triton."):
+            texts.append("".join([*function.raw_src, *(repr(v.value) for v in scope if isinstance(v, triton_compat.tl.constexpr))]))
+    return "".join(sorted(texts))
+
+
+def distinct_helpers(kernel, constants=()) -> str:
+    """Tell apart the helpers of `kernel` that differ and share a module and name, as those of a factory do; -> their new names.
+
+    Helpers are those that it names and those among its `constants`, tuples included.
+
+    Triton compiles a helper once for each such name, so the second one would silently run the first one's code.
+    """
+    same: dict[str, dict[str, Any]] = {}
+    for function, _ in _reached(kernel, *constants):
+        own = vars(function).setdefault("_jtops_qualname", function.fn.__qualname__)
+        same.setdefault(f"{function.__module__}.{own}", {})[triton_compat.kernel_key(function)] = function
+    renamed = []
+    for twins in same.values():
+        for key, function in twins.items() if len(twins) > 1 else ():
+            if function is not kernel:
+                # The second is what names a helper that is passed to another one.
+                function.__qualname__ = function.fn.__qualname__ = f"{function._jtops_qualname}.{key[:16]}"
+                renamed.append(function.__qualname__)
+    return " ".join(sorted(renamed))

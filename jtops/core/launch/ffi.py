@@ -1,0 +1,77 @@
+"""jaxlib's own launch: a record of the kernel and its parameters, which serves every kernel on every GPU."""
+
+import functools
+import hashlib
+import itertools
+import os
+import tempfile
+import zlib
+
+from jtops._compat import jax as jax_compat
+from jtops.core.compile.kernel import CompiledKernel
+from jtops.core.descriptor import launch_parameters
+from jtops.core.types import Descriptor, Operand, Parameter, Result, Scalar
+
+TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
+
+
+def bytes_to_zero(call, array: Operand | Result, out_avals) -> int:
+    """How many bytes a launch sets to zero before the kernel runs, where it is given `array`."""
+    result = array.index if isinstance(array, Result) else dict(call.aliases).get(array.index)
+    return out_avals[result].size * out_avals[result].dtype.itemsize if result in call.zeroed else 0
+
+
+def launched_kernel(compiled: CompiledKernel):
+    """jaxlib's record of the machine code. Neither IR nor line tables: every launch parses it all."""
+    rocm = compiled.target.platform == "rocm"
+    return jax_compat.gpu_triton.TritonKernel(
+        compiled.name,
+        compiled.num_warps,
+        compiled.num_ctas,
+        compiled.shared_bytes,
+        hsaco_file(compiled.binary) if rocm else compiled.binary,
+        "",
+        0 if rocm else compiled.target.arch,
+        *((compiled.scratch_bytes, compiled.scratch_align) if compiled.scratch_bytes else ()),
+    )
+
+
+def launch_record(call, parameters: tuple[Parameter, ...], compiled: CompiledKernel, out_avals) -> bytes:
+    """jaxlib's serialized launch: machine code, grid and parameters."""
+    lib = jax_compat.gpu_triton
+    descriptors = iter(compiled.descriptors or itertools.repeat(None))
+    made: list = []
+    for p in parameters:
+        if isinstance(p.value, Descriptor):
+            made += launch_parameters(lib, p.value, next(descriptors))
+        elif isinstance(p.value, Operand | Result):
+            made.append(lib.create_array_parameter(bytes_to_zero(call, p.value, out_avals), 16 if p.aligned else 0))
+        elif isinstance(p.value, Scalar) and p.name not in compiled.folded:
+            made.append(lib.create_scalar_parameter(p.value.value, p.value.type))
+    return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, made).to_proto(call.name, call.metadata)
+
+
+def stored_zlib(data: bytes) -> bytes:
+    """`data` as an uncompressed zlib stream: the same bytes whatever zlib Python has, and nothing to inflate at a launch."""
+    blocks = [data[i : i + 65535] for i in range(0, len(data), 65535)] or [b""]
+    body = b"".join(
+        bytes([i == len(blocks) - 1]) + len(b).to_bytes(2, "little") + (65535 - len(b)).to_bytes(2, "little") + b
+        for i, b in enumerate(blocks)
+    )
+    return b"\x78\x01" + body + zlib.adler32(data).to_bytes(4, "big")
+
+
+@functools.cache
+def _hsaco_directory() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="jtops-hsaco-")
+
+
+def hsaco_file(image) -> str:
+    """jaxlib takes an HSACO by file name; the name is its content's hash."""
+    path = os.path.join(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
+    if not os.path.exists(path):
+        part = f"{path}.{os.getpid()}"
+        with open(part, "wb") as f:
+            f.write(image)
+        os.replace(part, path)
+    return path
