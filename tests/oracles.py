@@ -123,7 +123,7 @@ def add_rms_norm_vjp(x, residual, scale=None, *, g, **options):
     return dx + g[1], dx + g[1], dscale
 
 
-def _visible(q, k, causal, window, segment_ids, q_lengths, kv_lengths):
+def visible(q, k, *, causal=False, window=None, segment_ids=None, q_lengths=None, kv_lengths=None):
     """Which query sees which key: [..., s, t]."""
     s, t = q.shape[-3], k.shape[-3]
     length = lambda given, size: np.asarray(size if given is None else np.minimum(given, size))[..., None, None]
@@ -145,22 +145,22 @@ def _visible(q, k, causal, window, segment_ids, q_lengths, kv_lengths):
     return seen
 
 
-def _attention(q, k, v, *, causal=False, window=None, scale=None, segment_ids=None, q_lengths=None, kv_lengths=None):
+def attention_parts(q, k, v, *, scale=None, **masks):
     """-> probabilities [..., h, s, t], heads' k and v, each query head with its own, and the scale."""
     r, scale = q.shape[-2] // k.shape[-2], q.shape[-1] ** -0.5 if scale is None else scale
-    seen = _visible(q, k, causal, window, segment_ids, q_lengths, kv_lengths)[..., None, :, :]
+    seen = visible(q, k, **masks)[..., None, :, :]
     k, v = np.repeat(k, r, -2), np.repeat(v, r, -2)
     logits = np.einsum("...shd,...thd->...hst", q, k) * scale
     return softmax(logits, np.broadcast_to(seen, logits.shape)), k, v, scale
 
 
-def flash_attention(q, k, v, **options):
-    p, _, v, _ = _attention(q, k, v, **options)
+def flashattention_parts(q, k, v, **options):
+    p, _, v, _ = attention_parts(q, k, v, **options)
     return np.einsum("...hst,...the->...she", p, v)
 
 
 def flash_attention_vjp(q, k, v, *, g, **options):
-    p, kh, vh, scale = _attention(q, k, v, **options)
+    p, kh, vh, scale = attention_parts(q, k, v, **options)
     dp = np.einsum("...she,...the->...hst", g, vh)
     ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
     grouped = lambda x: x.reshape(*x.shape[:-2], k.shape[-2], -1, x.shape[-1]).sum(-2)

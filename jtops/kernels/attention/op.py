@@ -27,15 +27,24 @@ def limits(q, k, v, *_, **__) -> str | None:
     return checks.kernel_floats(q, k, v)
 
 
-# q, k, v, query and key segment ids, query and key lengths, and the queries' indices, which tell a shard where it begins.
 _attention = fused_op(
     _OP,
-    "s (g r) d, t g d, t g e, s, t, (), (), s -> s (g r) e, s (g r)",
+    operands={
+        "q": "s (g r) d",
+        "k": "t g d",
+        "v": "t g e",
+        "q_ids": "s",
+        "kv_ids": "t",
+        "q_lengths": "",
+        "kv_lengths": "",
+    },
+    results={"out": "s (g r) e", "lse": "s (g r)"},
     reference=attention,
     forward=forward,
     backward=backward,
-    saves=(0, 1),
+    saves=("out", "lse"),
     whole="t d e",
+    positions=("s",),
     limits=limits,
     blocks="BLOCK_M BLOCK_N",
 )
@@ -105,7 +114,6 @@ def flash_attention(
         raise ValueError(f'{_OP}: causal must be False, True, "top_left" or "bottom_right"; got {causal!r}.')
     if causal:
         right = 0 if right is None else min(right, 0)
-    masked = left is not None or right is not None or lengths[0] is not None
     out, lse = _attention(
         q,
         k,
@@ -113,7 +121,6 @@ def flash_attention(
         q_ids,
         kv_ids,
         *lengths,
-        jnp.arange(sizes["s"], dtype=jnp.int32) if masked else None,
         implementation=implementation,
         config=config,
         scale=1 / math.sqrt(max(sizes["d"], 1)) if scale is None else checks.static_float(_OP, "scale", scale),
@@ -121,7 +128,7 @@ def flash_attention(
         q_size=sizes["s"],
         left=left,
         right=right,
-        bottom_right=causal == "bottom_right",
+        align="bottom_right" if causal == "bottom_right" else None,
     )
     return (out, lse) if return_lse else out
 
