@@ -154,7 +154,7 @@ def attention_parts(q, k, v, *, scale=None, **masks):
     return softmax(logits, np.broadcast_to(seen, logits.shape)), k, v, scale
 
 
-def flashattention_parts(q, k, v, **options):
+def flash_attention(q, k, v, **options):
     p, _, v, _ = attention_parts(q, k, v, **options)
     return np.einsum("...hst,...the->...she", p, v)
 
