@@ -43,7 +43,21 @@ def _plain_matmul(a, b, bias=None, residual=None, *, activation=None):
     return f
 
 
-PEERS = {"flash_attention": {"cudnn": _cudnn_attention}, "matmul": {"jnp": _plain_matmul}}
+def _plain_glu(x, w_gate, w_up, *, activation="silu"):
+    """As one writes it: both products rounded to their dtype before they meet."""
+
+    def f(x, w_gate, w_up):
+        gate, up = (jnp.matmul(x, w, precision="highest") for w in (w_gate, w_up))
+        return getattr(jax.nn, activation)(gate) * up
+
+    return f
+
+
+PEERS = {
+    "flash_attention": {"cudnn": _cudnn_attention},
+    "matmul": {"jnp": _plain_matmul},
+    "gated_linear_unit": {"jnp": _plain_glu},
+}
 for name, package, peer in (("tokamax", "tokamax", _tokamax_attention), ("fa3", "dew_flash_attn", _flash_attention_3)):
     if importlib.util.find_spec(package):
         PEERS["flash_attention"][name] = peer

@@ -206,3 +206,15 @@ def matmul_vjp(a, b, bias=None, residual=None, *, g, activation=None):
     dz = g * ACTIVATIONS[activation](_affine(a, b, bias))[1]
     da, db = np.einsum("...mn,...kn->...mk", dz, b), np.einsum("...mk,...mn->...kn", a, dz)
     return _sum_to(da, a), _sum_to(db, b), None if bias is None else _sum_to(dz, bias), None if residual is None else g
+
+
+def gated_linear_unit(x, w_gate, w_up, *, activation="silu"):
+    return ACTIVATIONS[activation](_affine(x, w_gate, None))[0] * _affine(x, w_up, None)
+
+
+def gated_linear_unit_vjp(x, w_gate, w_up, *, g, activation="silu"):
+    value, slope = ACTIVATIONS[activation](_affine(x, w_gate, None))
+    dgate, dup = g * _affine(x, w_up, None) * slope, g * value
+    dx = np.einsum("...mn,kn->...mk", dgate, w_gate) + np.einsum("...mn,kn->...mk", dup, w_up)
+    weights = lambda dz: x.reshape(-1, x.shape[-1]).T @ dz.reshape(-1, dz.shape[-1])
+    return dx, weights(dgate), weights(dup)

@@ -197,6 +197,11 @@ def add(
     Gradients are the cotangent summed over broadcast axes, accumulated in float32 and cast to each operand's own dtype; the sum is
     two-staged and gives the same bits every time.
 
+    >>> rows = jnp.array([[0, 10, 20], [30, 40, 50]])
+    >>> jtops.add(rows, jnp.array([1, 2, 3]))  # the second operand is added to each row
+    Array([[ 1, 12, 23],
+           [31, 42, 53]], dtype=int32)
+
     Args:
       x, y: arrays of any shapes that broadcast together, or numbers. Kernel dtypes: integers, float32, bfloat16, float16.
       implementation: "triton", "xla" (``jax.numpy.add``), "interpret", or None: Triton on GPUs, XLA elsewhere.

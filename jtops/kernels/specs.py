@@ -1,6 +1,6 @@
 """Every op's SPEC: a line for each. Tests, benchmarks and `jtops.tune` go by these."""
 
-from jtops.kernels import add, matmul
+from jtops.kernels import add, gated_linear_unit, matmul
 from jtops.kernels._lib.spec import Spec
 from jtops.kernels.attention import cases as attention
 from jtops.kernels.norm import cases as norm
@@ -11,6 +11,7 @@ _ALL = (
     norm.ADD_LAYER_NORM,
     norm.ADD_RMS_NORM,
     attention.SPEC,
+    gated_linear_unit.SPEC,
     norm.LAYER_NORM,
     softmax.LOG_SOFTMAX,
     softmax.LOGSUMEXP,

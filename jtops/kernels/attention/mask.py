@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
 from jtops.kernels._lib.device.rows import row
+from jtops.kernels._lib.frame.launch import Launch
 
 
 class Operand(NamedTuple):
@@ -62,6 +63,28 @@ def visible(mask: Mask, s: int, t: int, q_size: int):
     if mask.q_ids is not None:
         seen &= (mask.q_ids[..., :, None] == mask.kv_ids[..., None, :]) & (mask.kv_ids >= 0)[..., None, :]
     return seen
+
+
+def operand_of(launch: Launch, x, name: str) -> Operand | None:
+    """An operand of the call as a kernel takes it; None where it is absent."""
+    array = getattr(x, name)
+    return None if array is None else Operand(array, getattr(launch.rows, name))
+
+
+def mask_of(launch: Launch, x) -> Mask:
+    """The mask of a call as a kernel takes it."""
+    options = launch.options
+    positioned = options["left"] is not None or options["right"] is not None or x.q_lengths is not None
+    return Mask(
+        left=options["left"],
+        right=options["right"],
+        align=options["align"],
+        q_ids=operand_of(launch, x, "q_ids"),
+        kv_ids=operand_of(launch, x, "kv_ids"),
+        q_lengths=operand_of(launch, x, "q_lengths"),
+        kv_lengths=operand_of(launch, x, "kv_lengths"),
+        q_index=x.s_index if positioned else None,
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- in kernels

@@ -12,9 +12,8 @@ from jtops.config import Implementation
 from jtops.kernels._lib import checks, precision
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.op import fused_op
-from jtops.kernels.attention.portable.backward import backward
-from jtops.kernels.attention.portable.forward import forward
 from jtops.kernels.attention.reference import attention
+from jtops.kernels.attention.variants import BACKWARD, FORWARD
 
 _OP = "flash_attention"
 _MAX_HEAD_DIM = 256
@@ -40,13 +39,12 @@ _attention = fused_op(
     },
     results={"out": "s (g r) e", "lse": "s (g r)"},
     reference=attention,
-    forward=forward,
-    backward=backward,
+    forward=FORWARD,
+    backward=BACKWARD,
     saves=("out", "lse"),
     whole="t d e",
     positions=("s",),
     limits=limits,
-    blocks="BLOCK_M BLOCK_N",
 )
 
 
@@ -73,6 +71,12 @@ def flash_attention(
     negative segment id, never leaks, whatever it holds. Gradients have the same bits every time. Forward-mode and second
     derivatives take the reference, whose memory grows with s * t.
 
+    >>> q, k = jnp.ones((2, 128, 8, 64)), jnp.ones((2, 128, 2, 64))  # batch, length, heads, head dim: four queries' heads a key's
+    >>> v = jnp.arange(128.0)[:, None, None] * k
+    >>> out = jtops.flash_attention(q, k, v, causal=True, window=(2, 0))
+    >>> print(out[0, :5, 0, 0])  # keys that are all alike: the mean index of the last three
+    [0.  0.5 1.  2.  3. ]
+
     Args:
       q: queries, [..., s, h, d]. Kernel dtypes: float32, bfloat16, float16; d and e up to 256.
       k, v: keys [..., t, g, d] and values [..., t, g, e], of q's dtype; g divides h.
@@ -86,7 +90,9 @@ def flash_attention(
       precision: of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       return_lse: also return the log of the sum of the exponentials, float32 [..., s, h], differentiable.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
-      config: blocks ``BLOCK_M`` (queries) and ``BLOCK_N`` (keys) of all three kernels. None: chosen by size and device.
+      config: blocks ``BLOCK_M`` (queries) and ``BLOCK_N`` (keys) of the kernels for every GPU, the variant "portable"; or
+        ``WARPGROUPS`` (2 or 3, of 64 queries) and ``BLOCK_N`` of the forward kernel for Hopper GPUs, "hopper". Kernels that have
+        other blocks take no notice of it. None: chosen by size and device.
 
     Returns:
       [..., s, h, e] of q's dtype, or (that, lse).

@@ -22,8 +22,9 @@ from jtops.kernels.norm.forward import forward
 def _reference(x, scale, bias=None, *, epsilon, scale_offset, centred):
     wide = accumulator(x.dtype)
     y = x.astype(wide)
-    means = [jnp.mean(y, -1, keepdims=True)] if centred else []
-    for mean in means:
+    mean = None
+    if centred:
+        mean = jnp.mean(y, -1, keepdims=True)
         y = y - mean
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + epsilon)
     y = y * rstd
@@ -31,7 +32,8 @@ def _reference(x, scale, bias=None, *, epsilon, scale_offset, centred):
         y = y * (scale.astype(wide) + scale_offset)
     if bias is not None:
         y = y + bias.astype(wide)
-    return y.astype(x.dtype), *(mean[..., 0] for mean in means), rstd[..., 0]
+    statistics = (rstd,) if mean is None else (mean, rstd)
+    return y.astype(x.dtype), *(s[..., 0] for s in statistics)
 
 
 def _added(x, residual, *parameters, **options):
@@ -41,26 +43,29 @@ def _added(x, residual, *parameters, **options):
     return y.astype(x.dtype), total, *statistics
 
 
-_shared: dict[str, Any] = {
-    "forward": forward,
-    "backward": backward,
-    "whole": "n",
-    "limits": checks.kernel_floats,
-    "blocks": "BLOCK_M BLOCK_N PROGRAMS",
-}
+def _norm(name: str, *, adds: bool, centred: bool):
+    """One of the four ops: of a sum if it `adds`; layer_norm if it is `centred`, else rms_norm."""
+    operands = ("x", "residual") if adds else ("x",)
+    parameters = ("scale", "bias") if centred else ("scale",)
+    return fused_op(
+        name,
+        operands=dict.fromkeys(operands + parameters, "n"),
+        results={"y": "n", "sum": "n"} if adds else {"y": "n"},
+        residuals={"mean": "", "rstd": ""} if centred else {"rstd": ""},
+        saves=("sum",) if adds else (),
+        whole="n",
+        reference=functools.partial(_added if adds else _reference, centred=centred),
+        forward=functools.partial(forward, adds=adds, centred=centred),
+        backward=functools.partial(backward, adds=adds, centred=centred),
+        limits=checks.kernel_floats,
+        blocks="BLOCK_M BLOCK_N PROGRAMS",
+    )
 
 
-_layer_norm = fused_op(
-    "layer_norm", "n, n, n -> n", residuals="(), ()", reference=functools.partial(_reference, centred=True), **_shared
-)
-_rms_norm = fused_op("rms_norm", "n, n -> n", residuals="()", reference=functools.partial(_reference, centred=False), **_shared)
-_add_layer_norm = fused_op(
-    "add_layer_norm", "n, n, n, n -> n, n", residuals="(), ()", saves=(1,),
-    reference=functools.partial(_added, centred=True), **_shared,
-)  # fmt: skip
-_add_rms_norm = fused_op(
-    "add_rms_norm", "n, n, n -> n, n", residuals="()", saves=(1,), reference=functools.partial(_added, centred=False), **_shared
-)
+_layer_norm = _norm("layer_norm", adds=False, centred=True)
+_rms_norm = _norm("rms_norm", adds=False, centred=False)
+_add_layer_norm = _norm("add_layer_norm", adds=True, centred=True)
+_add_rms_norm = _norm("add_rms_norm", adds=True, centred=False)
 
 
 def _checked(op: str, parameters: dict[str, Any], epsilon, scale_offset, **arrays) -> tuple[tuple, dict[str, float]]:
@@ -93,6 +98,11 @@ def layer_norm(
 
     Mean and (biased, two-pass) variance are float32, and so is all arithmetic; float64 inputs compute in float64. Parameter
     gradients are summed in float32 in two stages, with the same bits every time, and have their parameter's dtype.
+
+    >>> y = jtops.layer_norm(jnp.array([[99.0, 100.0, 101.0], [0.0, 0.0, 0.0]]), scale=jnp.full(3, 2.0))
+    >>> print(y.round(2))  # each row has mean 0, and deviation 2 unless it is constant
+    [[-2.45  0.    2.45]
+     [ 0.    0.    0.  ]]
 
     Args:
       x: floating array of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
@@ -130,6 +140,11 @@ def rms_norm(
 
     The mean of squares is float32, and so is all arithmetic; float64 inputs compute in float64. The gradient of `scale` is summed
     in float32 in two stages, with the same bits every time, and has its dtype.
+
+    >>> x = jnp.array([[10.0, -10.0], [3.0, 3.0]])
+    >>> print(jtops.rms_norm(x, scale=jnp.array([1.0, 2.0])).round(2))  # each row has mean square 1 before it is scaled
+    [[ 1. -2.]
+     [ 1.  2.]]
 
     Args:
       x: floating array of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
@@ -171,6 +186,11 @@ def add_layer_norm(
     as in `layer_norm`. The gradient takes the cotangents of both results together; x and residual share it. Rows that a
     program holds pass through memory once; longer ones are read twice.
 
+    >>> x, stream = jnp.ones((2, 16)), jnp.arange(16.0) * jnp.ones((2, 1))
+    >>> y, stream = jtops.add_layer_norm(x, stream)  # the next block's input, and the residual stream that goes past it
+    >>> print(stream[0, :4])
+    [1. 2. 3. 4.]
+
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
       scale, bias: of shape [n], of any floating dtype; None is ones and zeros, without the work.
@@ -210,6 +230,11 @@ def add_rms_norm(
     The sum is rounded to its dtype before it is normalised, so that the two results are those of the two ops. Everything else is
     as in `rms_norm`. The gradient takes the cotangents of both results together; x and residual share it. Rows that a
     program holds pass through memory once; longer ones are read twice.
+
+    >>> x, stream = jnp.ones((2, 16)), jnp.full((2, 16), 2.0)
+    >>> y, stream = jtops.add_rms_norm(x, stream)  # the next block's input, and the residual stream that goes past it
+    >>> print(y[0, 0].round(2), stream[0, 0])
+    1.0 3.0
 
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.

@@ -80,11 +80,34 @@ class Launch:
     target: Target
     device: str | None  # the kind of the GPU that will run it; None where only its architecture is known, or it is interpreted
     interpret: bool
+    variant: str | None = None  # the stage's, where it has several
+    why: str = ""  # for `explain`: that variant, and why those before it did not fit
 
     @property
     def residuals(self) -> bool:
         """Forward: are the residuals asked for?"""
         return self.stage == "fwd"
+
+    @property
+    def clusters(self) -> bool:
+        """Can programs be launched as clusters? Not in the interpreter, where one runs after the other."""
+        return not self.interpret and self.target.platform == "cuda" and int(self.target.arch) >= 90
+
+    def _check_clusters(self, kernel: str, parameters: Iterable[str], config: Config) -> None:
+        """UnsupportedError where `config` asks for clusters that this launch cannot have."""
+        size = config["cluster_size"]
+        if size == 1:
+            return
+        if "CLUSTER" not in parameters:
+            raise UnsupportedError(
+                f"{self.op}: {config!r} asks for clusters, which {kernel} does not use: rows that "
+                "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
+            )
+        if not self.clusters:
+            where = "the interpreter" if self.interpret else self.target
+            raise UnsupportedError(f"{self.op}: cluster_size={size} needs clusters, from sm_90 on; running in {where}.")
+        if config["BLOCK_M"] > 1:
+            raise UnsupportedError(f"{self.op}: programs of a cluster share one row at a time: BLOCK_M must be 1; got {config!r}.")
 
     def full(self, operand: str, array: jax.Array) -> jax.Array:
         """`array`, which has the rows of that operand, with a row per row of the call: copied if it had fewer."""
@@ -120,13 +143,15 @@ class Launch:
           arguments: by parameter, as for the launch; those that follow from the config itself come after.
           rounded, aligned: names of integers; ``mask.left`` is the field of a bundle.
           name: tells the choices of one stage apart, or makes one of two stages' that launch the same; the stage's by default.
+            A variant's name comes before it.
           **flags: by name; None, booleans, numbers, text and tuples of these.
         """
+        name = f"{self.variant}.{name or self.stage}" if self.variant else name or self.stage
         if isinstance(arguments, Mapping):
             text = _key(kernels, arguments, frozenset(rounded), frozenset(aligned), flags)
-            problem = tuned.Problem(self.op, name or self.stage, text)
+            problem = tuned.Problem(self.op, name, text)
         else:
-            problem = tuned.Problem.of(self.op, name or self.stage, arguments, sizes or {}, flags)
+            problem = tuned.Problem.of(self.op, name, arguments, sizes or {}, flags)
         choice = tuned.Choice(problem, heuristic, kernels, None if self.interpret else str(self.target), self.device)
         if self.config is not None:
             return choice.settled(self.config.said_by("explicit"))
@@ -136,7 +161,8 @@ class Launch:
         self,
         kernel: Any,
         *args: Any,
-        outputs: Mapping[str, jax.ShapeDtypeStruct | None] | None = None,
+        outputs: Mapping[str, jax.ShapeDtypeStruct | TensorDescriptor | None] | None = None,
+        zeroed: Sequence[str] | None = None,
         out_type: Any = None,
         grid: Any,
         config: Config,
@@ -149,6 +175,7 @@ class Launch:
         Args:
           kernel: its parameters are the arguments, the outputs and the blocks of `config`.
           outputs: the output parameters by name; None is one that the kernel shall not write.
+          zeroed: those of them to set to zero before the launch.
           grid: as for `triton_call`.
           config: blocks that the kernel lacks are an error; see `Config.without`.
           name: the launch is called ``jtops_{op}_{name}``; the stage by default.
@@ -159,11 +186,7 @@ class Launch:
           dict by parameter, as `outputs` is: arrays, None where there is none.
         """
         names = kernel_function(kernel).arg_names
-        if config["cluster_size"] > 1 and "CLUSTER" not in names:
-            raise UnsupportedError(
-                f"{self.op}: {config!r} asks for clusters, which {kernel_function(kernel).__name__} does not use: rows that "
-                "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
-            )
+        self._check_clusters(kernel_function(kernel).__name__, names, config)
         if outputs is not None:
             lacks = [n for n in (*outputs, *config.blocks) if n not in names]
             if lacks:
@@ -174,9 +197,11 @@ class Launch:
             written = [n for n in names if outputs.get(n) is not None]
             out_type = [outputs[n] for n in written]
             arguments |= {n: None for n, t in outputs.items() if t is None}
+            if zeroed:
+                arguments["zeroed_outputs"] = [written.index(n) for n in zeroed if n in written]
         arrays = [x for x in jax.tree.leaves((args, arguments, out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
         moved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
-        with notes.config_from(config.source):
+        with notes.config_from(config.source, self.why):
             out = triton_call(
                 *args,
                 kernel=kernel,

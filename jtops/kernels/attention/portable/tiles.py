@@ -6,7 +6,7 @@ from jtops._compat.triton import tl, triton
 from jtops.core.sizes import next_power_of_2
 from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels._lib.precision import dot_precision
-from jtops.kernels.attention.mask import Mask, Operand, Shape
+from jtops.kernels.attention.mask import Mask, Shape, mask_of, operand_of
 
 LOG2E = 1.4426950408889634
 
@@ -27,31 +27,17 @@ def load_rows(ptr, start, rows, stride, cols, n_rows, n_cols, ROWS_INSIDE: tl.co
 def arguments(launch: Launch, x) -> dict[str, Any]:
     """What every kernel is told: operands, mask, sizes."""
     (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
-    options, rows = launch.options, launch.rows
-    operand = lambda name: None if getattr(x, name) is None else Operand(getattr(x, name), getattr(rows, name))
-    # A number that is loaded, where 0 would do for a shard that has all queries: known to be 0, it costs registers elsewhere.
-    positioned = options["left"] is not None or options["right"] is not None or x.q_lengths is not None
-    mask = Mask(
-        left=options["left"],
-        right=options["right"],
-        align=options["align"],
-        q_ids=operand("q_ids"),
-        kv_ids=operand("kv_ids"),
-        q_lengths=operand("q_lengths"),
-        kv_lengths=operand("kv_lengths"),
-        q_index=x.s_index if positioned else None,
-    )
     block_d, block_e = (max(16, next_power_of_2(n)) for n in (d, e))
     return {
-        "q": operand("q"),
-        "k": operand("k"),
-        "v": operand("v"),
-        "mask": mask,
-        "shape": Shape(s, t, h, g, d, e, options["q_size"]),
-        "scale": float(options["scale"]),
+        "q": operand_of(launch, x, "q"),
+        "k": operand_of(launch, x, "k"),
+        "v": operand_of(launch, x, "v"),
+        "mask": mask_of(launch, x),  # a shard that has all queries reads that it begins at 0: told so, it takes more registers
+        "shape": Shape(s, t, h, g, d, e, launch.options["q_size"]),
+        "scale": float(launch.options["scale"]),
         "D_INSIDE": d == block_d,
         "E_INSIDE": e == block_e,
-        "PRECISION": dot_precision(options["precision"], launch.target),
+        "PRECISION": dot_precision(launch.options["precision"], launch.target),
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
     }
