@@ -38,7 +38,7 @@ def listening() -> contextlib.AbstractContextManager[list[Note]]:
 
 
 def config_from(source: str, variant: str = "") -> contextlib.AbstractContextManager[tuple[str, str]]:
-    """Calls that this thread binds meanwhile have a config from there, and are of that variant of their op."""
+    """Inside the context, calls that this thread binds record `source` as the origin of their config, and their op's variant."""
     return setting(_local, "origin", (source, variant))
 
 

@@ -207,11 +207,11 @@ def truth(q, k, v, do, dlse=None, **options):
     q, k, v, do = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, do))
     scale = options.get("scale", q.shape[-1] ** -0.5)
     logits = np.einsum("bshd,bthd->bhst", q, np.repeat(k, q.shape[2] // k.shape[2], 2)) * scale
-    mask = oracles._attention_mask(q.shape[1], k.shape[1], options.get("causal"), options.get("window"))
+    mask = oracles.visible(q, k, causal=options.get("causal"), window=options.get("window"))
     lse = np.swapaxes(oracles.logsumexp(logits, np.broadcast_to(mask, logits.shape), axis=-1), 1, 2)
     grads = list(oracles.flash_attention_vjp(q, k, v, g=do, **options))
     if dlse is not None:  # lse is linear in the scores, to first order, by the probabilities
-        p, heads_k, _ = oracles._attention(q, k, v, options.get("causal"), options.get("window"), scale)
+        p, heads_k, *_ = oracles.attention_parts(q, k, v, **options)
         ds = p * np.swapaxes(np.where(lse == -np.inf, 0, dlse), 1, 2)[..., None] * scale
         grads[0] += np.einsum("bhst,bthd->bshd", ds, heads_k)
         dk = np.einsum("bhst,bshd->bthd", ds, q)

@@ -184,7 +184,7 @@ def truth(q, k, v, *, causal=False, window=None, scale=None):
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v))
     out = oracles.flash_attention(q, k, v, causal=causal, window=window, scale=scale)
     logits = np.einsum("bshd,bthd->bsht", q, np.repeat(k, q.shape[2] // k.shape[2], 2)) * (scale or q.shape[3] ** -0.5)
-    mask = oracles._attention_mask(q.shape[1], k.shape[1], causal, window)
+    mask = oracles.visible(q, k, causal=causal, window=window)
     return out, oracles.logsumexp(logits, np.broadcast_to(mask[:, None], logits.shape), axis=-1)
 
 

@@ -88,6 +88,27 @@ class Launch:
         """Forward: are the residuals asked for?"""
         return self.stage == "fwd"
 
+    @property
+    def clusters(self) -> bool:
+        """Can programs be launched as clusters? Not in the interpreter, where one runs after the other."""
+        return not self.interpret and self.target.platform == "cuda" and int(self.target.arch) >= 90
+
+    def _check_clusters(self, kernel: str, parameters: Iterable[str], config: Config) -> None:
+        """UnsupportedError where `config` asks for clusters that this launch cannot have."""
+        size = config["cluster_size"]
+        if size == 1:
+            return
+        if "CLUSTER" not in parameters:
+            raise UnsupportedError(
+                f"{self.op}: {config!r} asks for clusters, which {kernel} does not use: rows that "
+                "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
+            )
+        if not self.clusters:
+            where = "the interpreter" if self.interpret else self.target
+            raise UnsupportedError(f"{self.op}: cluster_size={size} needs clusters, from sm_90 on; running in {where}.")
+        if config["BLOCK_M"] > 1:
+            raise UnsupportedError(f"{self.op}: programs of a cluster share one row at a time: BLOCK_M must be 1; got {config!r}.")
+
     def full(self, operand: str, array: jax.Array) -> jax.Array:
         """`array`, which has the rows of that operand, with a row per row of the call: copied if it had fewer."""
         rows = getattr(self.rows, operand)
@@ -167,11 +188,7 @@ class Launch:
           dict by parameter, as `outputs` is: arrays, None where there is none; and of what is changed `in_place`.
         """
         names = kernel_function(kernel).arg_names
-        if config["cluster_size"] > 1 and "CLUSTER" not in names:
-            raise UnsupportedError(
-                f"{self.op}: {config!r} asks for clusters, which {kernel_function(kernel).__name__} does not use: rows that "
-                "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
-            )
+        self._check_clusters(kernel_function(kernel).__name__, names, config)
         if outputs is not None:
             lacks = [n for n in (*outputs, *config.blocks) if n not in names]
             if lacks:

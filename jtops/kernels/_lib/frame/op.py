@@ -43,7 +43,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding
 
 from jtops import config
 from jtops._compat import jax as jax_compat
@@ -217,23 +216,17 @@ def bind(call: Call, *args):
 
 @fused_p.def_abstract_eval
 def _abstract_eval(*avals, call):
-    outs = out_types(call, types_of(avals))
-    mesh = partition.mesh_of(avals)
-    if AxisType.Explicit not in mesh.axis_types:
-        return [jax_compat.shaped_array(o.shape, o.dtype, jax_compat.varying_axes(avals[0])) for o in outs]
     primals = call.split(avals)[0]
-    if call.stage == "vjp":  # JAX demands that a gradient has its primal's sharding
-        specs = [p.sharding.spec for p in picked(primals, call.wrt)]
-    else:
+
+    def specs(mesh):
+        if call.stage == "vjp":  # JAX demands that a gradient has its primal's sharding
+            return [p.sharding.spec for p in picked(primals, call.wrt)]
         plain = call.to("fwd" if call.stage == "fwd" else "out", wrt=(), live=())
         shapes = [a.shape for a in (*primals, *out_types(plain, types_of(primals)))]
-        specs = list(partition.decide(plain.mesh_axes(), shapes, mesh.shape, [p.sharding.spec for p in primals]).outs)
-        if call.stage == "jvp":
-            specs = picked(specs, call.live)
-    return [
-        jax_compat.shaped_array(o.shape, o.dtype, jax_compat.varying_axes(avals[0])).update(sharding=NamedSharding(mesh, s))
-        for o, s in zip(outs, specs, strict=True)
-    ]
+        outs = partition.decide(plain.mesh_axes(), shapes, mesh.shape, [p.sharding.spec for p in primals]).outs
+        return picked(outs, call.live) if call.stage == "jvp" else outs
+
+    return partition.typed(out_types(call, types_of(avals)), avals, specs)
 
 
 # ------------------------------------------------------------------------------------------------------------- derivatives
