@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -9,14 +10,15 @@ import jax.numpy as jnp
 import pytest
 
 import jtops
+from tests import numerics, oracles, specs
 from tests.kernels import lowered
-from tests.specs import OPS
 
 ROOT = Path(__file__).parent.parent
 
 
 def blocks(name: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+    found = re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(text) for text in found]
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def module(tmp_path, monkeypatch):
     return load
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("op", specs.OPS, ids=lambda f: f.__name__)
 def test_docstring(op):
     """Every public op shows how it is called, with what comes out."""
     names = {"jax": jax, "jnp": jnp, "jtops": jtops}
@@ -67,10 +69,23 @@ def test_readme(module, capsys, number):
     assert checked(readme, capsys.readouterr().out)
 
 
-def test_contributing(module):
-    (text,) = blocks("CONTRIBUTING.md")
+def test_contributing(module, monkeypatch):
+    """The page alone makes an op: its file, its truth and its cases agree, and its docstring is right."""
+    text, truth = blocks("CONTRIBUTING.md")
     square = module("square_example", text)
-    for case in (square.SPEC.small, square.SPEC.meshed, *square.SPEC.cases):
-        x = jnp.full(case.inputs[0].shape, 1.5)
+    for name, f in vars(module("square_truth", truth)).items():
+        if name.startswith("square"):
+            monkeypatch.setattr(oracles, name, f, raising=False)
+    spec = square.SPEC
+    for case in (*spec.small, *spec.meshed, *spec.cases):
+        operands = specs.draw(spec, case)
+        value = specs.truth(spec, case, operands)
+        g = specs.cotangent(value.shape)
+        wants = (value, *specs.truth_vjp(spec, case, operands, g))
         for implementation in ("interpret", "xla"):
-            assert (square.square(x, implementation=implementation) == 2.25).all()
+            got, grads = specs.value_and_vjp(specs.function(spec, case, implementation=implementation), operands, g)
+            numerics.close((got, *grads), wants, 1e-6)
+        if case.axes:
+            case.named_axes()
+    monkeypatch.setattr(jtops, "square", square.square, raising=False)
+    test_docstring(square.square)
