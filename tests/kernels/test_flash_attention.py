@@ -338,6 +338,56 @@ def test_malformed_calls(call, error, match):
         call()
 
 
+# ---- Variants
+
+
+def variants(*operands, target="sm_90", **options):
+    """Name and variant of every launch of value and gradients."""
+    f = lambda *x: attention(*x, **options)
+    with jtops.config.target(target):
+        grads = jax.grad(lambda *x: f(*x).astype(jnp.float32).sum(), (0, 1, 2))
+        return {launch.name.removeprefix("jtops_flash_attention_"): launch.variant for launch in jtops.explain(grads, *operands)}
+
+
+HALF = [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)] * 3
+
+
+def test_hopper_has_kernels_of_its_own():
+    hopper = {"fwd": "hopper", "vjp_preprocess": "hopper", "vjp": "hopper", "vjp_postprocess": "hopper"}
+    assert variants(*HALF) == hopper
+    assert variants(*HALF, causal=True, config=jtops.Config(variant="hopper")) == hopper
+
+
+@pytest.mark.parametrize(
+    ("why", "operands", "how"),
+    [
+        ("written for sm_90, not sm_80", HALF, {"target": "sm_80"}),
+        ("written for sm_90, not sm_100", HALF, {"target": "sm_100"}),
+        ("written for sm_90, not gfx942", HALF, {"target": "gfx942"}),
+        ("no interpreter", HALF, {"implementation": "interpret", "target": None}),
+        ("not float32", [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float32)] * 3, {}),
+        ("segment ids", HALF, {"segment_ids": jnp.zeros((2, 256), jnp.int32)}),
+    ],
+)
+def test_other_calls_take_the_portable_kernels(why, operands, how):
+    got = variants(*operands, **how)
+    assert got.keys() == {"fwd", "vjp_dkdv", "vjp_dq"}
+    assert all(said.startswith("portable (hopper: ") for said in got.values()), got
+    assert why in got["fwd"]
+
+
+def test_a_config_names_the_variant():
+    got = variants(*HALF, config=jtops.Config(variant="portable"))
+    assert got == {"fwd": "portable", "vjp_dkdv": "portable", "vjp_dq": "portable"}
+    got = variants(*HALF, config=jtops.Config(BLOCK_M=64, BLOCK_N=64))  # blocks that only the portable forward has
+    assert got["fwd"] == "portable"
+    assert "its tiles are" in got["vjp_dkdv"]
+    got = variants(*HALF, config=jtops.Config(WARPGROUPS=2, BLOCK_N=128, num_stages=2))
+    assert (got["fwd"], got["vjp"]) == ("hopper", "hopper")
+    with pytest.raises(jtops.UnsupportedError, match="hopper: it is written for sm_90, not sm_80"):
+        variants(*HALF, target="sm_80", config=jtops.Config(variant="hopper"))
+
+
 # ---- Cases 63, 70, 78: numbers at their edges, and arguments of other types
 
 

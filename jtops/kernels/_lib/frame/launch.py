@@ -248,7 +248,7 @@ def _key(kernels: tuple, arguments: Mapping[str, Any], rounded: frozenset[str], 
     constants = [f"{name}={_said(value)}" for name, value in given.items() if params[name]]
     dtypes: list[str] = []
     numbers: list[str] = []
-    for name, value in (leaf for name, value in given.items() if not params[name] for leaf in _leaves(name, value, False)):
+    for name, value in (leaf for n, x in given.items() if not params[n] for leaf in _leaves(n, x, rows=False)):
         if value is None:
             dtypes.append("-")
         elif hasattr(value, "dtype"):
