@@ -39,7 +39,9 @@ from jtops.core.tuning import timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 from jtops.kernels._lib.frame import tuned
 from jtops.kernels._lib.frame.config import Config
-from jtops.kernels._lib.frame.op import Call, fused_p, run_kernel
+from jtops.kernels._lib.frame.local import run_kernel
+from jtops.kernels._lib.frame.op import fused_p
+from jtops.kernels._lib.frame.stages import Call, spread
 from jtops.kernels._lib.spec import Case, Input, Spec
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
@@ -98,10 +100,8 @@ def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
     for equation in _equations(jax.make_jaxpr(functools.partial(f))(*args).jaxpr):  # a new function: JAX remembers traces
         call = equation.params["call"]
         avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
-        primals = iter(avals)
-        operands = [next(primals) if present else None for present in call.present]
-        kernel = call.stage != "jvp" and call.implementation in (None, "triton") and all(math.prod(a.shape) for a in avals)
-        if kernel and call.op.limits(*operands, **dict(call.options)) is None:
+        kernel = call.has_launcher and call.implementation in (None, "triton") and all(math.prod(a.shape) for a in avals)
+        if kernel and call.limits(spread(avals[: call.n_in], call.present)) is None:
             with tuned.choices() as choices:
                 jax.eval_shape(_stage(call, platform), *avals)
             for choice, now in choices:

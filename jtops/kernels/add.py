@@ -1,8 +1,5 @@
 """add: x + y with broadcasting. Bound by memory: one read of each operand, one write."""
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
@@ -11,7 +8,7 @@ from jtops._compat.triton import tl, triton
 from jtops.config import Implementation
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.device.rows import counted, own_row
+from jtops.kernels._lib.device.rows import row
 from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.spec import Case, Input, Spec
@@ -20,45 +17,53 @@ from jtops.kernels._lib.spec import Case, Input, Spec
 
 
 @triton.jit
-def _load(ptr, rows, cols, r, m, n, inner, own, ROW_M: tl.constexpr, COL_N: tl.constexpr, DENSE: tl.constexpr):
-    """An operand's part of a tile, of one column where it is broadcast along them. DENSE: it is kept just as the result is."""
-    if DENSE:
-        row = rows
+def _load(ptr, rows, cols, r, m, n, x_rows, ROW_M: tl.constexpr, COL_N: tl.constexpr):
+    """An operand's part of a tile, one column where it is broadcast. Without `x_rows` it is kept just as the result is."""
+    if x_rows is None:
+        at = rows
     elif ROW_M:
-        row = own_row(rows // m, inner, own) * m + rows % m
+        at = row(rows // m, x_rows) * m + rows % m
     else:
-        row = own_row(rows // m, inner, own)
+        at = row(rows // m, x_rows)
     if COL_N:
-        x = tl.load(ptr + row[:, None] * n + cols[None, :], mask=(rows < r)[:, None] & (cols < n)[None, :])
+        x = tl.load(ptr + at[:, None] * n + cols[None, :], mask=(rows < r)[:, None] & (cols < n)[None, :])
     else:
-        x = tl.load(ptr + row, mask=rows < r)[:, None]
+        x = tl.load(ptr + at, mask=rows < r)[:, None]
     return x
 
 
-@counted
+# Whether 16 divides a count of rows aligns no address: no kernel is compiled anew for it.
+@triton.jit(do_not_specialize_on_alignment=["r", "m", "x_rows", "y_rows"])
 def _forward_kernel(
-    x_ptr, y_ptr, o_ptr, r, m, n, x_inner, x_own, y_inner, y_own,
-    X_M: tl.constexpr, X_N: tl.constexpr, X_DENSE: tl.constexpr,
-    Y_M: tl.constexpr, Y_N: tl.constexpr, Y_DENSE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    out_ptr,
+    r,
+    m,
+    n,
+    x_rows,
+    y_rows,
+    X_M: tl.constexpr,
+    X_N: tl.constexpr,
+    Y_M: tl.constexpr,
+    Y_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: a BLOCK_M x BLOCK_N tile of the result, whose r = batch x m rows are n long."""
     pid = tl.program_id(0).to(tl.int64)
     blocks_n = tl.cdiv(n, BLOCK_N)
     rows = pid // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = pid % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < r)[:, None] & (cols < n)[None, :]
-    dtype = o_ptr.dtype.element_ty
-    x = _load(x_ptr, rows, cols, r, m, n, x_inner, x_own, X_M, X_N, X_DENSE).to(dtype)
-    y = _load(y_ptr, rows, cols, r, m, n, y_inner, y_own, Y_M, Y_N, Y_DENSE).to(dtype)
-    tl.store(o_ptr + rows[:, None] * n + cols[None, :], x + y, mask=mask)
+    dtype = out_ptr.dtype.element_ty
+    x = _load(x_ptr, rows, cols, r, m, n, x_rows, X_M, X_N).to(dtype)
+    y = _load(y_ptr, rows, cols, r, m, n, y_rows, Y_M, Y_N).to(dtype)
+    tl.store(out_ptr + rows[:, None] * n + cols[None, :], x + y, mask=mask)
 
 
-@counted
-def _sum_kernel(
-    g_ptr, o_ptr, r, c, parts, rows_per_part,
-    SUM_COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=["r", "parts", "rows_per_part"])
+def _sum_kernel(g_ptr, sum_ptr, r, c, parts, rows_per_part, SUM_COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: the float32 sum of one part's rows of one group's r x c matrix, per column of a block or over all columns."""
     pid = tl.program_id(0).to(tl.int64)
     blocks_n = 1 if SUM_COLS else tl.cdiv(c, BLOCK_N)
@@ -75,10 +80,10 @@ def _sum_kernel(
             mask = (offs_m < last)[:, None] & (offs_n < c)[None, :]
             acc += tl.load(g_ptr + (group * r + offs_m)[:, None] * c + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
     if SUM_COLS:
-        tl.store(o_ptr + group * parts + part, tl.sum(acc))
+        tl.store(sum_ptr + group * parts + part, tl.sum(acc))
     else:
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        tl.store(o_ptr + (group * parts + part) * c + offs_n, tl.sum(acc, 0), mask=offs_n < c)
+        tl.store(sum_ptr + (group * parts + part) * c + offs_n, tl.sum(acc, 0), mask=offs_n < c)
 
 
 def _config(n: int) -> Config:
@@ -86,31 +91,42 @@ def _config(n: int) -> Config:
     return Config(BLOCK_M=max(1, 1024 // block_n), BLOCK_N=block_n)
 
 
-def _forward(launch: Launch, x, y):
+def _forward(launch: Launch, operands):
+    x, y = operands
     m, n = (max(a, b) for a, b in zip(x.shape[1:], y.shape[1:], strict=True))
-    shape, rows = (launch.batch, m, n), launch.batch * m
-    dense = [operand.shape == shape for operand in (x, y)]
+    shape, r = (launch.batch, m, n), launch.batch * m
+    dense = [operand.shape == shape for operand in operands]
     if all(dense):  # then shapes do not matter
-        rows, m, n = 1, 1, rows * n
-    ones = {name: tuple(size == 1 for size in operand.shape[1:]) for name, operand in (("x", x), ("y", y))}
-    flags = {"unit": math.gcd(n, 16), "dense": tuple(dense), **({} if all(dense) else ones)}
-    config = launch.choose(_config(n), (_forward_kernel,), (x, y), {"r": rows, "n": n}, "out", **flags)
-    per_operand: dict[str, Any] = {}
-    for name, operand, own, is_dense in zip("xy", (x, y), launch.rows, dense, strict=True):
-        per_operand |= {f"{name}_inner": own.inner, f"{name}_own": own.own, f"{name.upper()}_DENSE": is_dense}
-        per_operand |= {f"{name.upper()}_M": operand.shape[1] != 1, f"{name.upper()}_N": all(dense) or operand.shape[2] != 1}
-    return (
-        launch(
-            _forward_kernel, x, y, r=rows, m=m, n=n, **per_operand, config=config, flops=rows * n,
-            out_type=jax.ShapeDtypeStruct(shape, jnp.promote_types(x.dtype, y.dtype)),
-            grid=cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),
-        ),
-    )  # fmt: skip
+        r, m, n = 1, 1, r * n
+    arguments = {
+        "x_ptr": x,
+        "y_ptr": y,
+        "r": r,
+        "m": m,
+        "n": n,
+        "x_rows": None if dense[0] else launch.rows.x,
+        "y_rows": None if dense[1] else launch.rows.y,
+        "X_M": x.shape[1] != 1,
+        "X_N": all(dense) or x.shape[2] != 1,
+        "Y_M": y.shape[1] != 1,
+        "Y_N": all(dense) or y.shape[2] != 1,
+    }
+    config = launch.choose(_config(n), (_forward_kernel,), arguments, name="out", rounded=("r", "m", "n"), aligned=("n",))
+    out = launch(
+        _forward_kernel,
+        outputs={"out_ptr": jax.ShapeDtypeStruct(shape, jnp.promote_types(x.dtype, y.dtype))},
+        grid=cdiv(r, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),
+        config=config,
+        flops=r * n,
+        **arguments,
+    )
+    return (out["out_ptr"],)
 
 
 def _backward(launch: Launch, operands, saved, cotangents):
-    (g,) = cotangents
-    return tuple(_gradient(launch, x, r, g) if w else None for x, r, w in zip(operands, launch.rows, launch.wanted, strict=True))
+    g = cotangents.out
+    asked = zip(operands, launch.rows, launch.wanted, strict=True)
+    return tuple(_gradient(launch, x, rows, g) if wanted else None for x, rows, wanted in asked)
 
 
 def _gradient(launch: Launch, x, rows, g):
@@ -118,25 +134,33 @@ def _gradient(launch: Launch, x, rows, g):
     (_, m, n), (own, x_m, x_n) = g.shape, x.shape
     if x.shape == g.shape:
         return g
+    outer = launch.batch // (own * rows.inner)
     # As matrices [groups, r, c] of neighbours in memory that one program can sum.
     if x_m == m and x_n == n:
-        groups, r, c = rows.outer * own, rows.inner, m * n
+        groups, r, c = outer * own, rows.inner, m * n
     elif x_m == 1:
-        groups, r, c = rows.outer * own, rows.inner * m, n
+        groups, r, c = outer * own, rows.inner * m, n
     else:  # a column: sum over n alone, the rest is small
-        groups, r, c = rows.outer * own * rows.inner * m, 1, n
+        groups, r, c = outer * own * rows.inner * m, 1, n
     sum_cols = x_n == 1 != n
-    sizes = {"groups": groups, "r": r, "c": c}
-    config = launch.choose(_config(c), (_sum_kernel,), (g,), sizes, unit=math.gcd(c, 16), sum_cols=sum_cols)
+    arguments = {"g_ptr": g, "r": r, "c": c, "SUM_COLS": sum_cols}
+    config = launch.choose(
+        _config(c), (_sum_kernel,), arguments, rounded=("r", "c"), aligned=("c",), groups=next_power_of_2(groups)
+    )
     rows_per_part = max(config["BLOCK_M"], cdiv(r, 128))
     parts = cdiv(r, rows_per_part)
-    partial = launch(
-        _sum_kernel, g, r=r, c=c, parts=parts, rows_per_part=rows_per_part, SUM_COLS=sum_cols, config=config, flops=g.size,
-        out_type=jax.ShapeDtypeStruct((groups, parts, 1 if sum_cols else c), jnp.float32),
+    out = launch(
+        _sum_kernel,
+        outputs={"sum_ptr": jax.ShapeDtypeStruct((groups, parts, 1 if sum_cols else c), jnp.float32)},
         grid=groups * parts * (1 if sum_cols else cdiv(c, config["BLOCK_N"])),
-    )  # fmt: skip
-    split = (rows.outer, own, parts) if x_m == 1 or x_n == n else (rows.outer, own, rows.inner)
-    return partial.reshape(*split, x_m, x_n).sum((0, 2))
+        config=config,
+        flops=g.size,
+        parts=parts,
+        rows_per_part=rows_per_part,
+        **arguments,
+    )
+    split = (outer, own, parts) if x_m == 1 or x_n == n else (outer, own, rows.inner)
+    return out["sum_ptr"].reshape(*split, x_m, x_n).sum((0, 2))
 
 
 def _reference(x, y):
@@ -149,8 +173,16 @@ def _limits(x, y) -> str | None:
     return checks.kernel_floats(x, y)
 
 
-_add = fused_op("add", "m n, m n -> m n", reference=_reference, forward=_forward, backward=_backward, limits=_limits,
-                blocks="BLOCK_M BLOCK_N")  # fmt: skip
+_add = fused_op(
+    "add",
+    operands={"x": "m n", "y": "m n"},
+    results={"out": "m n"},
+    reference=_reference,
+    forward=_forward,
+    backward=_backward,
+    limits=_limits,
+    blocks="BLOCK_M BLOCK_N",
+)
 
 
 def add(

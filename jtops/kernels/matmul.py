@@ -24,7 +24,8 @@ from jtops.kernels._lib import precision as precisions
 from jtops.kernels._lib.device import activations
 from jtops.kernels._lib.device.activations import activate, derivative
 from jtops.kernels._lib.device.rows import own_row
-from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.frame.launch import OuterRows as Rows
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.spec import Case, Input, Spec
 

@@ -1,5 +1,8 @@
 """The interpreter: every dtype, every construct a kernel uses, checked memory, errors with their line, threads."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import jax
@@ -324,3 +327,22 @@ def test_language():
     u = run(random_kernel, out=like((256,)), seed=7, N=256)
     assert 0 <= u.min() <= u.max() < 1
     assert 0.4 < u.mean() < 0.6
+
+
+AT_EXIT = """
+import jax, jax.numpy as jnp, jtops
+from jax.sharding import NamedSharding, PartitionSpec as P
+x = jax.device_put(jnp.ones((4096, 64)), NamedSharding(jax.make_mesh((8,), ("d",)), P("d")))
+y = jtops.softmax(x, implementation="interpret")
+{then}
+print("end")
+"""
+
+
+@pytest.mark.parametrize("then", ["", "del y"])
+def test_case_101_a_program_still_running_at_exit(then):
+    """Python waits for interpreted kernels before it closes: else XLA's threads call into what is gone, and hang or abort."""
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", AT_EXIT.format(then=then)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode, run.stdout) == (0, "end\n"), run.stderr[-2000:]

@@ -2,7 +2,10 @@
 several outputs, a weight shared by rows, a logical offset. Their launchers are jax.numpy, so that the frame alone is tested."""
 
 import collections
+import copy
+import pickle
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +18,11 @@ from jax.test_util import check_grads
 import jtops
 from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv
+from jtops.kernels._lib.device.rows import row
+from jtops.kernels._lib.frame import tuned
 from jtops.kernels._lib.frame.axes import AxisRule
 from jtops.kernels._lib.frame.launch import Config, Rows
-from jtops.kernels._lib.frame.op import fused_op
+from jtops.kernels._lib.frame.op import fused_op, refused
 from tests import numerics
 from tests.kernels import lowered
 from tests.kernels.test_sharding import collectives, mesh, put
@@ -31,21 +36,21 @@ def own_rows(x, rows, batch):
 
 
 def numpy_launchers(reference):
-    def forward(launch, *operands):
+    def forward(launch, x):
         seen.append((launch.stage, launch.batch, launch.rows))
-        full = [own_rows(x, r, launch.batch) for x, r in zip(operands, launch.rows, strict=True)]
+        full = [own_rows(a, r, launch.batch) for a, r in zip(x, launch.rows, strict=True)]
         outs = reference(*full, **launch.options)
         return outs if launch.residuals else outs[: 1 if len(outs) == 1 else 2]
 
-    def backward(launch, operands, saved, cotangents):
+    def backward(launch, x, saved, cotangents):
         seen.append((launch.stage, launch.batch, launch.rows))
-        full = [own_rows(x, r, launch.batch) for x, r in zip(operands, launch.rows, strict=True)]
+        full = [own_rows(a, r, launch.batch) for a, r in zip(x, launch.rows, strict=True)]
         where = [i for i, w in enumerate(launch.wanted) if w]
 
         def live(*moved):
             args = list(full)
-            for i, x in zip(where, moved, strict=True):
-                args[i] = x
+            for i, a in zip(where, moved, strict=True):
+                args[i] = a
             outs = reference(*args, **launch.options)
             return [o for o, ct in zip(outs, cotangents, strict=True) if ct is not None]
 
@@ -71,9 +76,10 @@ def attention_reference(q, k, v, bias, lengths, *, scale=1.0):
 
 attention = fused_op(
     "attention",
-    "s (g r) d, t g d, t g d, (g r) s t, () -> s (g r) d, s (g r)",
+    operands={"q": "s (g r) d", "k": "t g d", "v": "t g d", "bias": "(g r) s t", "lengths": ""},
+    results={"out": "s (g r) d", "lse": "s (g r)"},
     reference=attention_reference,
-    saves=(0, 1),
+    saves=("out", "lse"),
     whole="s t d",
     **numpy_launchers(attention_reference),
 )
@@ -167,7 +173,7 @@ def test_shared_operands_are_not_copied():
     jax.jit(nest(fused_attention)).lower(x, B[0])
     ((stage, batch, rows),) = seen
     assert (stage, batch) == ("out", 6)
-    assert rows == (Rows(1, 6, 1), Rows(6, 1, 1), Rows(6, 1, 1), Rows(6, 1, 1), None)
+    assert rows._asdict() == {"q": Rows(1, 6), "k": Rows(1, 1), "v": Rows(1, 1), "bias": Rows(1, 1), "lengths": None}
     for bias in (shared, B[:, :1], B[:, :, :1], B[:1, :1, :1]):  # core axes of size 1 too
         g = lambda h: jax.grad(lambda q, b: (h(q, K, V, b)[0] ** 2).sum(), (0, 1))
         numerics.close(g(fused_attention)(Q, bias), g(plain_attention)(Q, bias), 1e-4)
@@ -180,7 +186,14 @@ def scale_reference(x, w):
     return (x * w,)
 
 
-scale_rows = fused_op("scale_rows", "n, n -> n", reference=scale_reference, whole="n", **numpy_launchers(scale_reference))
+scale_rows = fused_op(
+    "scale_rows",
+    operands={"x": "n", "w": "n"},
+    results={"y": "n"},
+    reference=scale_reference,
+    whole="n",
+    **numpy_launchers(scale_reference),
+)
 
 
 def fused_scale(x, w):
@@ -190,18 +203,18 @@ def fused_scale(x, w):
 @pytest.mark.parametrize(
     ("x", "w", "rows"),
     [
-        ((3, 4, 8), (8,), Rows(12, 1, 1)),
-        ((3, 4, 8), (3, 1, 8), Rows(1, 3, 4)),
-        ((3, 4, 8), (4, 8), Rows(3, 4, 1)),
-        ((2, 3, 4, 8), (1, 3, 1, 8), Rows(2, 3, 4)),
-        ((2, 3, 4, 8), (2, 1, 4, 8), Rows(1, 24, 1)),  # full axes that are not neighbours: spread, and summed after
+        ((3, 4, 8), (8,), Rows(inner=1, own=1)),
+        ((3, 4, 8), (3, 1, 8), Rows(inner=4, own=3)),
+        ((3, 4, 8), (4, 8), Rows(inner=1, own=4)),
+        ((2, 3, 4, 8), (1, 3, 1, 8), Rows(inner=4, own=3)),
+        ((2, 3, 4, 8), (2, 1, 4, 8), Rows(inner=1, own=24)),  # full axes that are not neighbours: spread, and summed after
     ],
 )
 def test_rows_of_shared_operands(x, w, rows):
     x, w = rand(1, *x), rand(2, *w)
     seen.clear()
     got = jax.jit(jax.value_and_grad(loss(fused_scale), (0, 1)))(x, w)
-    assert {r[1] for *_, r in seen} == {rows}
+    assert {told.w for *_, told in seen} == {rows}
     numerics.close(got, jax.value_and_grad(loss(lambda x, w: x * w), (0, 1))(x, w), 1e-4)
     numerics.close(jax.hessian(loss(fused_scale), 1)(x, w), jax.hessian(loss(lambda x, w: x * w), 1)(x, w), 1e-4)
 
@@ -250,35 +263,48 @@ def test_awkward_shardings():
 
 
 @triton.jit
-def _position_kernel(x_ptr, position_ptr, o_ptr, n, s, BLOCK: tl.constexpr):
+def _position_kernel(x_ptr, index_ptr, y_ptr, n, s, BLOCK: tl.constexpr):
     """Adds its logical position to each element; the shard's offset is the first element of its own piece of an iota."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    offset = tl.load(position_ptr)
-    tl.store(o_ptr + i, tl.load(x_ptr + i, mask=i < n) + (offset + i % s).to(tl.float32), mask=i < n)
+    offset = tl.load(index_ptr)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + (offset + i % s).to(tl.float32), mask=i < n)
 
 
-def _position_launcher(launch, x, position):
-    n = x.size
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return (launch(_position_kernel, x, position, n=n, s=x.shape[1], config=Config(BLOCK=64), out_type=out, grid=cdiv(n, 64)),)
+def _position_launcher(launch, x):
+    n, s = x.x.size, x.x.shape[1]
+    out = launch(
+        _position_kernel,
+        outputs={"y_ptr": jax.ShapeDtypeStruct(x.x.shape, x.x.dtype)},
+        config=Config(BLOCK=64),
+        grid=cdiv(n, 64),
+        x_ptr=x.x,
+        index_ptr=x.s_index,
+        n=n,
+        s=s,
+    )
+    return (out["y_ptr"],)
 
 
 add_position = fused_op(
     "add_position",
-    "s, s -> s",
-    reference=lambda x, position: (x + position,),
+    operands={"x": "s"},
+    results={"y": "s"},
+    positions=("s",),
+    reference=lambda x, s_index: (x + s_index,),
     forward=_position_launcher,
-    backward=lambda launch, operands, saved, cotangents: (cotangents[0], None),
+    backward=lambda launch, x, saved, cotangents: (cotangents.y,),
 )
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
 def test_logical_offset_of_a_shard(implementation):
     """Each device's kernel learns where its shard begins, on automatic and on explicit axes, without any collective."""
-    f = jax.jit(lambda x: add_position(x, jnp.arange(x.shape[-1]), implementation=implementation)[0])
+    f = jax.jit(lambda x: add_position(x, implementation=implementation)[0])
     x = rand(0, 3, 64)
     want = x + jnp.arange(64)
     numerics.close(f(x), want)
+    numerics.close(add_position(x, implementation="xla")[0], want)
+    numerics.close(jax.vmap(jax.grad(lambda x: (f(x) ** 2).sum()))(x), 2 * want)
     for kind in (AxisType.Auto, AxisType.Explicit):
         m = mesh(kind)
         with jax.set_mesh(m):
@@ -288,6 +314,121 @@ def test_logical_offset_of_a_shard(implementation):
             assert collectives(f, sharded) == {}
 
 
+# ------------------------------------------------------------------------------------------ ops without a backward kernel
+
+
+def square(backward):
+    return fused_op(
+        "square",
+        operands={"x": "n"},
+        results={"y": "n"},
+        reference=lambda x: (x * x,),
+        forward=lambda launch, x: (x.x * x.x,),
+        backward=backward,
+    )
+
+
+def test_no_backward_kernel():
+    """The derivative is the reference's, by XLA, and explain says so."""
+    f = lambda x: square(None)(x, implementation="interpret")[0]
+    x = rand(0, 3, 8)
+    check_grads(f, (x,), 2, modes=("fwd", "rev"), atol=3e-2, rtol=3e-2)
+    numerics.close(jax.vmap(jax.grad(lambda x: f(x).sum()))(x), 2 * x)
+    found = {launch.name: launch for launch in jtops.explain(jax.grad(lambda x: f(x).sum()), x)}
+    assert found["jtops_square_vjp"].path == "XLA"
+    assert found["jtops_square_vjp"].reason == "the op's derivatives are the reference's"
+
+
+def test_refused_derivative():
+    """At trace time, on every platform; values and what does not depend on the operands are as ever."""
+    f = lambda x: square(refused("nobody asked for one"))(x)[0]
+    x = rand(0, 3, 8)
+    numerics.close(f(x), x * x)
+    said = r"square has no derivative: nobody asked for one\. Use jax\.lax\.stop_gradient"
+    for differentiate in (lambda: jax.grad(lambda x: f(x).sum())(x), lambda: jax.jvp(f, (x,), (x,))):
+        with pytest.raises(jtops.UnsupportedError, match=said):
+            differentiate()
+    numerics.close(jax.grad(lambda x: (x * f(jax.lax.stop_gradient(x))).sum())(x), x * x)
+
+
+# ---------------------------------------------------------------------------------------------------- launches by name
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@triton.jit
+def _pair_kernel(pair, x_rows, sum_ptr, difference_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    at = row(tl.program_id(0), x_rows) * n + i
+    left, right = tl.load(pair.left + at, mask=i < n), tl.load(pair.right + at, mask=i < n)
+    at = tl.program_id(0) * n + i
+    if sum_ptr is not None:
+        tl.store(sum_ptr + at, left + right, mask=i < n)
+    if difference_ptr is not None:
+        tl.store(difference_ptr + at, left - right, mask=i < n)
+
+
+def pairs(wanted, config, chosen=lambda *_: None):
+    """An op of bundles and of outputs that are there or not: x + x and 0, of the operand's own rows."""
+
+    def forward(launch, x):
+        like = jax.ShapeDtypeStruct((launch.batch, 8), jnp.float32)
+        arguments = {"pair": Pair(x.x, x.x), "x_rows": launch.rows.x, "n": 8}
+        chosen(launch, arguments)
+        outputs = {"difference_ptr": like if "difference" in wanted else None, "sum_ptr": like if "sum" in wanted else None}
+        out = launch(_pair_kernel, outputs=outputs, config=config, grid=launch.batch, **arguments)
+        assert list(out) == list(outputs)
+        assert [name for name, x in out.items() if x is None] == [name for name, t in outputs.items() if t is None]
+        numbers = [jnp.zeros(like.shape) if x is None else x for x in (out["sum_ptr"], out["difference_ptr"])]
+        full = launch.full("x", x.x)
+        return (*numbers, full + jnp.zeros_like(full))
+
+    shapes = {"sum": "n", "difference": "n", "copy": "n"}
+    reference = lambda x, like: tuple(jnp.broadcast_to(y, like.shape) for y in (2 * x, 0 * x, x))
+    return fused_op(
+        "pairs", operands={"x": "n", "like": "n"}, results=shapes, reference=reference, forward=forward, backward=None, whole="n"
+    )
+
+
+@pytest.mark.parametrize("wanted", [("sum", "difference"), ("sum",), ("difference",)])
+def test_outputs_by_name(wanted):
+    x, like = rand(0, 3, 1, 8), jnp.zeros((2, 3, 4, 8))
+    total, difference, copy = pairs(wanted, Config(BLOCK=8))(x, like, implementation="interpret")
+    full = jnp.broadcast_to(x, like.shape)
+    numerics.close(total, 2 * full if "sum" in wanted else 0 * full)
+    numerics.close(difference, 0 * full)
+    numerics.close(copy, full)
+
+
+def test_a_launch_takes_the_blocks_that_its_kernel_has():
+    x = rand(0, 2, 8)
+    f = lambda config: pairs(("sum",), config)(x, x, implementation="interpret")[0]
+    config = Config(BLOCK=8, PROGRAMS=4, source="trial")
+    with pytest.raises(TypeError, match=r"_pair_kernel has no parameter PROGRAMS.* config\.without"):
+        f(config)
+    less = config.without("PROGRAMS")
+    assert (less, less.source) == (Config(BLOCK=8), "trial")
+    numerics.close(f(less), 2 * x)
+
+
+def test_the_tables_key_is_read_off_the_arguments():
+    """Dtypes, bundles, constants and integers: by value, rounded or by alignment. Rows and floats are left out."""
+
+    def chosen(launch, arguments):
+        arguments = arguments | {"BLOCK": 8, "scale": 0.5, "sum_ptr": None}
+        for how in ({}, {"rounded": ["n"]}, {"aligned": ["n"]}, {"rounded": ["n"], "aligned": ["n"]}):
+            launch.choose(Config(BLOCK=8), (_pair_kernel,), arguments | {"n": 24}, **how, even=(True, 1))
+
+    x = rand(0, 2, 8)
+    with tuned.choices() as found:
+        pairs(("sum",), Config(BLOCK=8), chosen)(x, x, implementation="interpret")
+    texts = [choice.problem.text for choice, _ in found]
+    assert texts == [f"float32,float32,- n={n} BLOCK=8 even=True,1" for n in ("24", "32", "16|8", "32/16|8")]
+
+
 # ------------------------------------------------------------------------------------------------------------ front door
 
 
@@ -295,11 +436,18 @@ def test_axis_rules():
     rule = AxisRule.parse("s (g r) d, t g d, () -> s (g r) d", "s (g r), ()", "s t")
     assert rule.operands == ((("s",), ("g", "r"), ("d",)), (("t",), ("g",), ("d",)), ())
     assert rule.residuals == ((("s",), ("g", "r")), ())
+    named = AxisRule.of(["s (g r) d", "t g d", ""], ["s (g r) d"], ["s (g r)", ""], "s t")
+    assert (named.operands, named.residuals, named.whole) == (rule.operands, rule.residuals, rule.whole)
     for bad in ("n", "n -> ", " -> n"):
         with pytest.raises(ValueError, match="malformed"):
             AxisRule.parse(bad)
     with pytest.raises(ValueError, match="malformed"):
         AxisRule.parse("n -> n", whole="m")
+    for ins, outs in (([], ["n"]), (["n"], []), (["n, n"], ["n"])):
+        with pytest.raises(ValueError, match="the dims of one array for each"):
+            AxisRule.of(ins, outs, [], "")
+    with pytest.raises(ValueError, match="no array has axes m, which shall be whole"):
+        AxisRule.of(["n"], ["n"], [], "m n")
 
 
 def test_unsupported_calls():
@@ -330,6 +478,11 @@ def test_bad_implementation_and_config():
     assert config == jtops.Config(num_warps=2, PROGRAMS=8, BLOCK_N=4, BLOCK_M=2)
     assert hash(config) == hash(jtops.Config(num_warps=2, PROGRAMS=8, BLOCK_N=4, BLOCK_M=2))
     assert repr(config) == "Config(BLOCK_M=2, BLOCK_N=4, PROGRAMS=8, num_warps=2)"
+    assert repr(jtops.Config(PROGRAMS=None, cluster_size=2)) == "Config(PROGRAMS=None, cluster_size=2, num_warps=4)"
+    with pytest.raises(AttributeError, match="a Config cannot be changed"):
+        config.source = "elsewhere"
+    for same in (pickle.loads(pickle.dumps(config.said_by("trial"))), copy.copy(config.said_by("trial"))):
+        assert (same, same.source) == (config, "trial")
     numerics.close(jtops.softmax(x, config=config, implementation="interpret"), jax.nn.softmax(x))
 
 

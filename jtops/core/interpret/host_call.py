@@ -6,7 +6,10 @@ key, so the text is stable and the call works wherever a custom call does. The s
 (xla/ffi/api/c_api.h, API version 0.1 and later), which jaxlib ships.
 """
 
+import atexit
+import contextlib
 import ctypes
+import threading
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from typing import Any
@@ -67,6 +70,8 @@ def _handler(frame_pointer):
             return None
     span = frame.attributes.items[0].contents
     key = ctypes.string_at(span.ptr, span.size)
+    with _running:
+        _running.count += 1
     try:
         if key not in _functions:
             raise RuntimeError(f"interpreted kernel {key.decode()} was traced in another process; trace it in this one.")
@@ -78,6 +83,32 @@ def _handler(frame_pointer):
     except BaseException as error:
         message = f"{type(error).__name__}: {error}".encode()
         return frame.api.contents.make_error(_ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL_ERROR))
+    finally:
+        with _running:
+            _running.count -= 1
+            _running.notify_all()
+
+
+class _Running(threading.Condition):
+    """How many handlers run at this moment."""
+
+    count = 0
+
+
+_running = _Running()
+
+
+@atexit.register
+def _finish() -> None:
+    """Let interpreted programs end before Python does: a thread of XLA that calls into a closing Python hangs or aborts.
+
+    What a program has not yet returned counts as live; and a handler that has begun is waited for, whoever dropped its result.
+    """
+    for array in jax.live_arrays("cpu") if _functions else ():
+        with contextlib.suppress(Exception):  # whoever asked for the array was told, or nobody did
+            array.block_until_ready()
+    with _running:
+        _running.wait_for(lambda: _running.count == 0)
 
 
 jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_handler, c_void_p)), platform="cpu", api_version=1)

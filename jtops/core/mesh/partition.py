@@ -111,14 +111,16 @@ def decide(axes: Axes, shapes, mesh_shape, specs) -> Placement:
     return Placement(tuple(map(spec_of, ins)), tuple(map(spec_of, outs)), tuple(sums))
 
 
-def typed(types, like, specs: Callable[[Any], Sequence[P]]) -> list:
-    """Abstract values of results of these types, in the mesh of the context.
+def typed(types, avals, specs: Callable[[Any], Sequence[P]]) -> list:
+    """Abstract values of the results of a call on operands of types `avals`.
 
-    They vary from device to device as the operand `like` does, and where mesh axes are explicit ``specs(mesh)`` shards them.
+    They vary from device to device as the operands do, and where mesh axes are explicit ``specs(mesh)`` shards them.
     """
-    mesh, varying = jax.sharding.get_abstract_mesh(), jax_compat.varying_axes(like)
-    chosen = specs(mesh) if AxisType.Explicit in mesh.axis_types else [P()] * len(types)
-    return [jax_compat.shaped_array(t.shape, t.dtype, varying, spec) for t, spec in zip(types, chosen, strict=True)]
+    mesh, varying = mesh_of(avals), jax_compat.varying_axes(avals[0])
+    outs = [jax_compat.shaped_array(t.shape, t.dtype, varying) for t in types]
+    if AxisType.Explicit not in mesh.axis_types:
+        return outs
+    return [o.update(sharding=NamedSharding(mesh, spec)) for o, spec in zip(outs, specs(mesh), strict=True)]
 
 
 sum_p = Primitive("sum_over_devices")
@@ -145,12 +147,17 @@ def _on_device(local, placement: Placement, dtypes, psum=lax.psum):
 
 def _by_types(axes: Axes, local, in_avals, out_avals):
     """`local` under a shard_map whose specs come from the operands' own types."""
-    mesh = in_avals[0].sharding.mesh
+    mesh = mesh_of(in_avals)
     placement = decide(axes, [a.shape for a in (*in_avals, *out_avals)], mesh.shape, [a.sharding.spec for a in in_avals])
     body = _on_device(local, placement, [o.dtype for o in out_avals])
     f = jax.shard_map(body, mesh=mesh, in_specs=placement.ins, out_specs=placement.outs, check_vma=False)
     move = lambda xs, specs: tuple(jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(xs, specs, strict=True))
-    return lambda *args: move(f(*move(args, placement.ins)), [o.sharding.spec for o in out_avals])
+
+    def moved(*args):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return move(f(*move(args, placement.ins)), [o.sharding.spec for o in out_avals])
+
+    return moved
 
 
 def _by_partitioner(axes: Axes, name: str, local, in_avals, out_avals):
@@ -200,6 +207,13 @@ def outside_mesh(f):
     return g
 
 
+def mesh_of(avals) -> jax.sharding.AbstractMesh:
+    """The mesh in which a call on arrays of these types stands: the context's or, where ``jax.set_mesh`` was not called, theirs."""
+    context = jax.sharding.get_abstract_mesh()
+    own = (a.sharding.mesh for a in avals if not a.sharding.mesh.empty)
+    return next(own, context) if context.empty else context
+
+
 def check_manual(ctx, name: str, way_out: str = "") -> None:
     """UnsupportedError in a shard_map that leaves some axes of its mesh to the partitioner: there it would abort the process."""
     manual = jax_compat.manual_axes(ctx)
@@ -212,13 +226,13 @@ def check_manual(ctx, name: str, way_out: str = "") -> None:
 
 def is_automatic(ctx) -> bool:
     """Is it XLA's partitioner that splits what `ctx` lowers, if anything does?"""
-    mesh = ctx.avals_in[0].sharding.mesh
+    mesh = mesh_of(ctx.avals_in)
     return jax_compat.manual_axes(ctx) is None and (mesh.empty or not mesh.are_all_axes_explicit)
 
 
 def lower(ctx, *args, axes: Axes, name: str, local):
     """Lowering rule body: `local`, the code of one device, on whatever mesh there is; `name` is the partitioned function's."""
-    mesh = ctx.avals_in[0].sharding.mesh
+    mesh = mesh_of(ctx.avals_in)
     if jax_compat.manual_axes(ctx) is not None:  # sums over devices are JAX's, of the results as they are handed out
         return lower_local(ctx, *args, local=lambda *a: [o.astype(t.dtype) for o, t in zip(local(*a), ctx.avals_out, strict=True)])
     if not mesh.empty and mesh.are_all_axes_explicit:

@@ -178,7 +178,7 @@ def _out_types(call: _ShardedCall, types):
 def _abstract_eval(*avals, call):
     types = _out_types(call, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     shapes, specs = [a.shape for a in (*avals, *types)], [a.sharding.spec for a in avals]
-    return partition.typed(types, avals[0], lambda mesh: partition.decide(call.axes(), shapes, mesh.shape, specs).outs)
+    return partition.typed(types, avals, lambda mesh: partition.decide(call.axes(), shapes, mesh.shape, specs).outs)
 
 
 def _batch(args, dims, *, call):

@@ -17,7 +17,8 @@ from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.device.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
 from jtops.kernels._lib.device.rows import counted, multiple_of, own_row, unit
 from jtops.kernels._lib.device.sums import sum_parts
-from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.frame.launch import OuterRows as Rows
 from jtops.kernels.norm.config import backward_config
 from jtops.kernels.norm.forward import absent, mean_of, rows_of
 

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float
 
 from jtops.config import Implementation
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.frame.launch import OuterRows as Rows
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.precision import accumulator
 from jtops.kernels._lib.spec import Case, Input, Spec

@@ -7,9 +7,15 @@ from jtops._compat.triton import tl, triton
 # Counts of rows, and what follows from them. Whether 16 divides them aligns no address: no kernel is compiled anew for it.
 COUNTS = (
     *("r", "m", "tiles", "programs", "parts", "group_rows", "rows_per_part", "splits", "shares"),
-    *(f"{name}_{part}" for name in ("where", "residual", "scale", "bias", "x", "y") for part in ("inner", "own")),
+    *(f"{name}_{part}" for name in ("where", "residual", "scale", "bias", "x", "y") for part in ("inner", "own", "rows")),
 )
 counted = triton.jit(do_not_specialize_on_alignment=COUNTS)
+
+
+@triton.jit
+def row(b, rows):
+    """The row of an operand that serves row b of the call; `rows` is the operand's `Rows`."""
+    return b // rows.inner % rows.own
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The axis rule of an op: which array axis is which."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from jtops.core.mesh.partition import Dims, parse_arrays
 
@@ -19,7 +20,23 @@ class AxisRule:
         """From ``"s (g r) d, t g d -> s (g r) d"``: dims apart by blanks, arrays by commas, ``()`` for an array without dims."""
         ins, _, outs = axes.partition("->")
         rule = cls(parse_arrays(ins), parse_arrays(outs), parse_arrays(residuals), frozenset(whole.split()))
-        known = {name for array in (*rule.operands, *rule.outs, *rule.residuals) for dim in array for name in dim}
-        if not rule.operands or not rule.outs or not rule.whole <= known:
+        if not rule.operands or not rule.outs or not rule.whole <= rule.names:
             raise ValueError(f"axis rule {axes!r} (residuals {residuals!r}, whole {whole!r}) is malformed.")
         return rule
+
+    @classmethod
+    def of(cls, operands: Iterable[str], results: Iterable[str], residuals: Iterable[str], whole: str) -> "AxisRule":
+        """From the dims of each array, apart by blanks: ``"s (g r) d"``; ``""`` for an array without dims."""
+        texts = [tuple(side) for side in (operands, results, residuals)]
+        ins, outs, kept = (tuple(dims for text in side for dims in parse_arrays(text or "()")) for side in texts)
+        if not ins or not outs or [len(ins), len(outs), len(kept)] != [len(side) for side in texts]:
+            raise ValueError(f"an op needs operands and results, and the dims of one array for each; got {texts}.")
+        rule = cls(ins, outs, kept, frozenset(whole.split()))
+        if not rule.whole <= rule.names:
+            raise ValueError(f"no array has axes {', '.join(sorted(rule.whole - rule.names))}, which shall be whole.")
+        return rule
+
+    @property
+    def names(self) -> set[str]:
+        """Every axis."""
+        return {name for array in (*self.operands, *self.outs, *self.residuals) for dim in array for name in dim}

@@ -2,39 +2,65 @@
 
 from typing import Any
 
+_OPTIONS = {"num_warps": 4, "num_stages": None, "cluster_size": 1}  # and their defaults
+
 
 class Config:
     """How a kernel is tiled and launched: its block sizes by name, and the launch options.
 
     >>> jtops.softmax(x, config=jtops.Config(BLOCK_M=1, BLOCK_N=4096, num_warps=8))
 
-    Immutable and hashable; which blocks an op has is said in its docstring. `source` says where it came from, for `jtops.explain`,
-    and makes no difference to anything else.
+    Immutable and hashable; the op's docstring says which blocks it has. ``PROGRAMS``, where an op has it, is the number of programs
+    that share the work, and None is one for each tile. `source` says where a config comes from, for `jtops.explain`, and makes no
+    difference to anything else.
     """
 
     __slots__ = ("_items", "source")
 
-    def __init__(self, *, num_warps: int = 4, num_stages: int | None = None, cluster_size: int | None = None, **blocks: int):
-        if cluster_size is not None and cluster_size not in range(1, 9):
+    _items: tuple[tuple[str, Any], ...]
+    source: str
+
+    def __init__(
+        self,
+        *,
+        num_warps: int = 4,
+        num_stages: int | None = None,
+        cluster_size: int | None = 1,
+        source: str = "heuristic",
+        **blocks: int | None,
+    ):
+        cluster_size = 1 if cluster_size is None else cluster_size
+        if cluster_size not in range(1, 9):
             raise ValueError(f"Config: cluster_size must be an int from 1 to 8; got {cluster_size!r}.")
         powers: dict[str, Any] = {"num_warps": num_warps, **blocks}
         for name, value in powers.items():
-            if not isinstance(value, int) or value < 1 or (name != "PROGRAMS" and value & (value - 1)):
-                rule = "positive" if name == "PROGRAMS" else "a power of two"
+            if name == "PROGRAMS" and value is None:
+                continue
+            power = name not in ("PROGRAMS", "WARPGROUPS")  # a block is one of these; a number of workers need not be
+            if not isinstance(value, int) or value < 1 or (power and value & (value - 1)):
+                rule = "a power of two" if power else "positive, or None" if name == "PROGRAMS" else "positive"
                 raise ValueError(f"Config: {name} must be {rule}; got {value!r}.")
-        self._items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size}.items()))
-        self.source = "heuristic"
+        items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size}.items()))
+        object.__setattr__(self, "_items", items)
+        object.__setattr__(self, "source", source)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a Config cannot be changed: make another one to have another {name}.")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
 
     def said_by(self, source: str) -> "Config":
         """The same config, from `source`."""
-        same = Config(**self.kwargs)
-        same.source = source
-        return same
+        return Config(**self.kwargs, source=source)
+
+    def without(self, *names: str) -> "Config":
+        """The same config without these blocks: a launch takes no blocks that its kernel lacks."""
+        return Config(**{k: v for k, v in self._items if k not in names}, source=self.source)
 
     @property
     def blocks(self) -> dict[str, int]:
         """Block sizes by name."""
-        return {k: v for k, v in self._items if k not in ("num_warps", "num_stages", "cluster_size")}
+        return {k: v for k, v in self._items if k not in _OPTIONS}
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -51,4 +77,12 @@ class Config:
         return hash(self._items)
 
     def __repr__(self):
-        return f"Config({', '.join(f'{k}={v}' for k, v in self._items if v is not None)})"
+        said = (f"{k}={v}" for k, v in self._items if k not in _OPTIONS or k == "num_warps" or v != _OPTIONS[k])
+        return f"Config({', '.join(said)})"
+
+    def __reduce__(self):
+        return _made, (self.kwargs, self.source)
+
+
+def _made(kwargs: dict[str, Any], source: str) -> Config:
+    return Config(**kwargs, source=source)

@@ -1,8 +1,9 @@
 """What a launcher is told, and how it launches."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +12,41 @@ import numpy as np
 from jtops._compat.triton import kernel_function
 from jtops.core import notes
 from jtops.core.call import triton_call
+from jtops.core.descriptor import TensorDescriptor
+from jtops.core.sizes import next_power_of_2
 from jtops.core.target import Target
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame import tuned
 from jtops.kernels._lib.frame.config import Config
 
-__all__ = ["Config", "Launch", "Rows", "stages_that_fit"]
+__all__ = ["Config", "Launch", "OuterRows", "Rows", "stages_that_fit"]
 
 
 def stages_that_fit(target: Target, stages: int, nbytes: int) -> int:
-    """So many stages, or as many as the target's shared memory holds, where each but one has `nbytes` on their way."""
+    """The largest pipeline depth up to `stages` whose buffers fit shared memory: `nbytes` for each stage but one."""
     spare = 8192  # for reductions
     return max(1, min(stages, 1 + (target.max_shared_bytes - spare) // nbytes))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """How an operand's batch rows serve the rows of a call: row b of the call reads the operand's row ``b // inner % own``.
 
-    ``own == 1`` is an operand that all rows share; ``outer == inner == 1`` one that has a row for each.
+    ``own == 1`` is an operand that all rows share. A kernel takes it as one parameter, a tuple of two numbers; `row` of
+    `jtops.kernels._lib.device.rows` is the formula.
     """
+
+    inner: int
+    own: int
+
+    def sum(self, gradients: jax.Array) -> jax.Array:
+        """Sum in float32, over the rows that share one of the operand's, what has a row per row of the call."""
+        parts = gradients.reshape(-1, self.own, self.inner, *gradients.shape[1:])
+        return jnp.sum(parts, (0, 2), dtype=jnp.promote_types(gradients.dtype, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OuterRows:
+    """`Rows` as ops have them whose rule is one string: with the number of times that the operand's rows begin anew."""
 
     outer: int
     own: int
@@ -57,51 +73,111 @@ class Launch:
     op: str
     stage: str
     batch: int
-    rows: tuple[Any, ...]  # per operand: Rows, or None where it is absent
-    wanted: tuple[bool, ...]  # backward: per operand, is its gradient asked for
+    rows: Any  # NamedTuple by operand: Rows, or None where it is absent
+    wanted: Any  # NamedTuple by operand: is its gradient asked for; forward: of no operand
     options: Mapping[str, Any]
     config: Config | None
     target: Target
     device: str | None  # the kind of the GPU that will run it; None where only its architecture is known, or it is interpreted
     interpret: bool
 
-    def choose(self, heuristic: Config, kernels: tuple, arrays: Sequence, sizes: Mapping[str, int], name="", **flags) -> Config:
-        """The config of a kernel: what the call asks for, else what a table has for such a problem, else `heuristic`.
-
-        A table's entry is taken for all sizes that round up to the same powers of two, if all else is equal. So whatever else makes
-        another kernel of a config, or lets it take more shared memory, has to be among the flags, alignments above all.
-
-        Args:
-          heuristic: valid for every such problem.
-          kernels: those that the config may launch; an entry that was measured with others is not taken.
-          arrays: what they read; the dtypes matter, and which are None.
-          sizes: by name.
-          name: tells the choices of one stage apart, or makes one of two stages' that launch the same; the stage's by default.
-          **flags: by name; None, booleans, numbers, text and tuples of these.
-        """
-        problem = tuned.Problem.of(self.op, name or self.stage, arrays, sizes, flags)
-        choice = tuned.Choice(problem, heuristic, kernels, None if self.interpret else str(self.target), self.device)
-        if self.config is not None:
-            return choice.settled(self.config.said_by("explicit"))
-        return choice.settled(tuned.forced(problem) or tuned.lookup(choice) or heuristic)
-
     @property
     def residuals(self) -> bool:
         """Forward: are the residuals asked for?"""
         return self.stage == "fwd"
 
-    def __call__(self, kernel, *args, out_type, grid, config: Config, name: str = "", flops: int = 0, **kwargs):
-        """`triton_call` with the name, target, mode and cost of this launch."""
-        arrays = [x for x in (*args, *kwargs.values(), *jax.tree.leaves(out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    def full(self, operand: str, array: jax.Array) -> jax.Array:
+        """`array`, which has the rows of that operand, with a row per row of the call: copied if it had fewer."""
+        rows = getattr(self.rows, operand)
+        if rows.own == self.batch:
+            return array
+        core = array.shape[1:]
+        parts = (self.batch // (rows.own * rows.inner), rows.own, rows.inner)
+        return jnp.broadcast_to(array[None, :, None], (*parts, *core)).reshape(self.batch, *core)
+
+    def choose(
+        self,
+        heuristic: Config,
+        kernels: tuple,
+        arguments: Mapping[str, Any] | Sequence,
+        sizes: Mapping[str, int] | None = None,
+        name: str = "",
+        *,
+        rounded: Iterable[str] = (),
+        aligned: Iterable[str] = (),
+        **flags: Any,
+    ) -> Config:
+        """The config of a kernel: what the call asks for, else what a table has for such a problem, else `heuristic`.
+
+        The table's key is read off the arguments: the dtypes of arrays, what is None, constants, and integers. An integer counts
+        with its very value unless it is named in `rounded` (all that round up to one power of two are alike), in `aligned` (all
+        that 16 divides alike), or in both. Floats and `Rows` make no difference. So whatever else makes another kernel of
+        a config, or lets it take more shared memory, has to be among the flags.
+
+        Args:
+          heuristic: valid for every such problem.
+          kernels: those that the config may launch; an entry that was measured with others is not taken.
+          arguments: by parameter, as for the launch; those that follow from the config itself come after.
+          rounded, aligned: names of integers; ``mask.left`` is the field of a bundle.
+          name: tells the choices of one stage apart, or makes one of two stages' that launch the same; the stage's by default.
+          **flags: by name; None, booleans, numbers, text and tuples of these.
+        """
+        if isinstance(arguments, Mapping):
+            text = _key(kernels, arguments, frozenset(rounded), frozenset(aligned), flags)
+            problem = tuned.Problem(self.op, name or self.stage, text)
+        else:
+            problem = tuned.Problem.of(self.op, name or self.stage, arguments, sizes or {}, flags)
+        choice = tuned.Choice(problem, heuristic, kernels, None if self.interpret else str(self.target), self.device)
+        if self.config is not None:
+            return choice.settled(self.config.said_by("explicit"))
+        return choice.settled(tuned.forced(problem) or tuned.lookup(choice) or heuristic)
+
+    def __call__(
+        self,
+        kernel: Any,
+        *args: Any,
+        outputs: Mapping[str, jax.ShapeDtypeStruct | None] | None = None,
+        out_type: Any = None,
+        grid: Any,
+        config: Config,
+        name: str = "",
+        flops: int = 0,
+        **arguments: Any,
+    ) -> Any:
+        """`triton_call` with the name, target, mode and cost of this launch.
+
+        Args:
+          kernel: its parameters are the arguments, the outputs and the blocks of `config`.
+          outputs: the output parameters by name; None is one that the kernel shall not write.
+          grid: as for `triton_call`.
+          config: blocks that the kernel lacks are an error; see `Config.without`.
+          name: the launch is called ``jtops_{op}_{name}``; the stage by default.
+          flops: what it computes.
+          **arguments: by parameter, and options of `triton_call`.
+
+        Returns:
+          dict by parameter, as `outputs` is: arrays, None where there is none.
+        """
         names = kernel_function(kernel).arg_names
-        if (config["cluster_size"] or 1) > 1 and "CLUSTER" not in names:
+        if config["cluster_size"] > 1 and "CLUSTER" not in names:
             raise UnsupportedError(
                 f"{self.op}: {config!r} asks for clusters, which {kernel_function(kernel).__name__} does not use: rows that "
                 "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
             )
-        moved = sum(int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize for x in arrays)
+        if outputs is not None:
+            lacks = [n for n in (*outputs, *config.blocks) if n not in names]
+            if lacks:
+                raise TypeError(
+                    f"{self.op}: kernel {kernel_function(kernel).__name__} has no parameter {', '.join(lacks)}; it has "
+                    f"{', '.join(names)}. A config's blocks that another kernel needs are left out by config.without(...)."
+                )
+            written = [n for n in names if outputs.get(n) is not None]
+            out_type = [outputs[n] for n in written]
+            arguments |= {n: None for n, t in outputs.items() if t is None}
+        arrays = [x for x in jax.tree.leaves((args, arguments, out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
+        moved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
         with notes.config_from(config.source):
-            return triton_call(
+            out = triton_call(
                 *args,
                 kernel=kernel,
                 out_type=out_type,
@@ -110,6 +186,56 @@ class Launch:
                 compute_capability=str(self.target),
                 interpret=self.interpret,
                 cost_estimate={"flops": flops, "bytes_accessed": moved},
-                **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in names},  # others size the grid
-                **kwargs,
+                **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in names},
+                **arguments,
             )
+        return out if outputs is None else dict.fromkeys(outputs) | dict(zip(written, out, strict=True))
+
+
+def _key(kernels: tuple, arguments: Mapping[str, Any], rounded: frozenset[str], aligned: frozenset[str], flags) -> str:
+    """See `Launch.choose`: dtypes first, then the rest by name."""
+    params = {p.name: p.is_constexpr for kernel in kernels for p in kernel_function(kernel).params}
+    constants = {name for name, is_constexpr in params.items() if is_constexpr}
+    dtypes: list[str] = []
+    said: list[str] = []
+    for name, value in _flat({k: v for k, v in arguments.items() if k in params}, constants):
+        if name in constants:
+            said.append(f"{name}={_said(value)}")
+        elif value is None:
+            dtypes.append("-")
+        elif hasattr(value, "dtype"):
+            dtypes.append(str(value.dtype))
+        elif isinstance(value, bool | str):
+            said.append(f"{name}={value}")
+        elif isinstance(value, int):
+            parts = [str(next_power_of_2(value))] * (name in rounded) + [f"16|{math.gcd(value, 16)}"] * (name in aligned)
+            said.append(f"{name}={'/'.join(parts) or value}")
+    said += [f"{name}={_said(value)}" for name, value in flags.items()]
+    return " ".join([",".join(dtypes), *said])
+
+
+def _flat(arguments: Mapping[str, Any], constants) -> Iterator[tuple[str, Any]]:
+    """Arguments by name, bundles taken apart: ``mask.left``, ``x[0]``."""
+
+    def walk(name, value):
+        if isinstance(value, Rows):
+            return
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", None)
+            for i, item in enumerate(value):
+                yield from walk(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item)
+        else:
+            yield name, value.base if isinstance(value, TensorDescriptor) else value
+
+    for name, value in arguments.items():
+        if name in constants:
+            yield name, value
+        else:
+            yield from walk(name, value)
+
+
+def _said(value: Any) -> str:
+    """A constant in words without blanks."""
+    if isinstance(value, tuple):
+        return ",".join(map(_said, value))
+    return str(getattr(value, "__name__", value)).replace(" ", "")

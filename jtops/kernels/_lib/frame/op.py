@@ -9,7 +9,11 @@ once. There is ONE primitive, with a static, hashable `Call` as its parameter an
     jvp   primals, saved, tangents      -> tangents of outs    linear; always XLA, by differentiating the reference
     vjp   primals, saved, cotangents    -> gradients           linear; the backward kernel
 
-`saved` is what the backward kernel reads besides the primals: the residuals and those outs named in `saves`.
+`saved` is what the backward kernel reads besides the primals: the residuals and those outs named in `saves`. An op without a
+backward kernel has a vjp stage all the same: XLA's, from the reference.
+
+Here are the public side, the primitive and its derivatives; `stages` has what a stage means, `local` one device's launch and the
+lowering.
 
 What was hard, and why it is as it is:
 
@@ -29,10 +33,9 @@ What was hard, and why it is as it is:
 * Abstract evaluation traces the reference, so shapes and dtypes are written down once, and a reference need not know meshes.
 """
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -43,101 +46,35 @@ from jax.interpreters import ad, batching, mlir
 
 from jtops import config
 from jtops._compat import jax as jax_compat
-from jtops.core import notes, target
+from jtops.core import target
 from jtops.core.mesh import partition
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.axes import AxisRule
-from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.launch import Config
+from jtops.kernels._lib.frame.local import KERNEL_PLATFORMS, lower
+from jtops.kernels._lib.frame.stages import Call, Names, Op, Refused, out_types, picked, reference_stage, replaced, spread, types_of
 
-KERNEL_PLATFORMS = ("cuda", "rocm")
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class _Op:
-    """What an op file gives to `fused_op`. Hashed by identity: it travels as a static parameter."""
-
-    name: str
-    rule: AxisRule
-    reference: Callable
-    forward: Callable
-    backward: Callable
-    saves: tuple[int, ...]
-    limits: Callable
-    blocks: frozenset[str]
+__all__ = ["fused_op", "refused"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Call:
-    """Static description of one bound call."""
-
-    op: _Op
-    stage: str
-    n_batch: int
-    present: tuple[bool, ...]  # which operands were given
-    options: tuple[tuple[str, Any], ...]
-    implementation: str | None
-    target: target.Target | None
-    config: Any
-    wrt: tuple[bool, ...] = ()  # over given operands: which are differentiated
-    live: tuple[bool, ...] = ()  # over outs: which have a tangent or cotangent
-
-    def __repr__(self):
-        return f"{self.op.name}.{self.stage}"
-
-    def to(self, stage: str, **changes) -> "Call":
-        """The same call at another stage."""
-        return dataclasses.replace(self, stage=stage, **changes)
-
-    @property
-    def n_in(self) -> int:
-        """Operands given."""
-        return sum(self.present)
-
-    @property
-    def n_out(self) -> int:
-        """Results of the plain forward."""
-        return len(self.op.rule.outs)
-
-    def split(self, args):
-        """-> primals, saved, linear operands."""
-        linear = self.stage in ("jvp", "vjp")
-        n_saved = len(self.op.saves) + len(self.op.rule.residuals) if linear else 0
-        return list(args[: self.n_in]), list(args[self.n_in : self.n_in + n_saved]), list(args[self.n_in + n_saved :])
-
-    def saved_of(self, full):
-        """The values the backward reads, of all that the residual forward gives."""
-        return [full[i] for i in self.op.saves] + list(full[self.n_out :])
-
-    def mesh_axes(self) -> partition.Axes:
-        """Axes of every operand and result, batch axes first."""
-        batch = tuple((f"batch{i}",) for i in range(self.n_batch))
-        ins, outs = (tuple((*batch, *dims) for dims in side) for side in self.axes())
-        return partition.Axes(ins, outs, self.op.rule.whole)
-
-    def axes(self):
-        """-> core axes of every operand, of every result."""
-        rule = self.op.rule
-        ins, outs = [a for a, p in zip(rule.operands, self.present, strict=True) if p], list(rule.outs)
-        residuals = list(rule.residuals)
-        if self.stage == "out":
-            return ins, outs
-        if self.stage == "fwd":
-            return ins, outs + residuals
-        moved, live = _picked(ins, self.wrt), _picked(outs, self.live)
-        saved = self.saved_of(outs + residuals)
-        return (ins + saved + moved, live) if self.stage == "jvp" else (ins + saved + live, moved)
+def refused(reason: str) -> Refused:
+    """For `backward`: the op has no derivative, and whoever asks for one is told why, at trace time."""
+    return Refused(reason)
 
 
 def fused_op(
     name: str,
-    axes: str,
+    axes: str | None = None,
     *,
+    operands: Mapping[str, str] | None = None,
+    results: Mapping[str, str] | None = None,
+    residuals: Mapping[str, str] | str = "",
+    saves: Iterable[Any] = (),
+    whole: str = "",
+    positions: tuple[str, ...] = (),
     reference: Callable[..., tuple],
     forward: Callable[..., tuple],
-    backward: Callable[..., tuple],
-    residuals: str = "",
-    saves: tuple[int, ...] = (),
-    whole: str = "",
+    backward: Callable[..., tuple] | Refused | None,
     limits: Callable[..., str | None] = lambda *operands, **options: None,
     blocks: str = "",
 ) -> Callable[..., tuple]:
@@ -145,45 +82,63 @@ def fused_op(
 
     Args:
       name: the op's public name; launches are called ``jtops_{name}_{stage}``, saved values ``{name}_residual``.
-      axes: core axes of operands and results, batch axes left out: ``"n, n, n -> n"``, ``"s (g r) d, t g d -> s (g r) d"``. A
-        compound axis is one array axis made of two, the first outermost; ``()`` is an array with no core axis. Any core axis of
-        an operand may have size 1, or be missing at the front, where the reference broadcasts.
-      reference: ``(*operands, **options) -> (*outs, *residuals)`` in jax.numpy; leading batch axes broadcast; absent operands are
-        None. It defines shapes, dtypes and every derivative beyond the first reverse one.
-      forward: launcher ``(launch, *operands) -> (*outs)``, plus residuals if ``launch.residuals``.
-      backward: launcher ``(launch, operands, saved, cotangents) -> gradients``, one per operand; None where not ``launch.wanted``.
-        A cotangent is None where that out has none. A gradient may be float32 and may have the call's batch rows in place of its
-        operand's own: casting and summing come after, also over devices.
-      residuals: core axes of what only the residual forward writes.
-      saves: which outs the backward reads.
+      operands, results: by name the core axes, batch axes left out: ``{"q": "s (g r) d", "k": "t g d", "lengths": ""}``. A
+        compound axis is one array axis made of two, the first outermost. Any core axis of an operand may have size 1, or
+        be missing at the front, where the reference broadcasts. (`axes` says the same without names: ``"n, n -> n"``.)
+      residuals: by name the core axes of what only the residual forward writes.
+      saves: names of the results that the backward reads.
       whole: axes that one device must hold in full. All others, and all batch axes, may be sharded.
+      positions: axes whose positions a kernel needs. Each appends an operand ``{axis}_index``, the iota along that axis, which is
+        sharded as the axis is: its first element is a shard's offset.
+      reference: ``(*operands, **options) -> (*results, *residuals)`` in jax.numpy; leading batch axes broadcast; absent operands
+        are None. It defines shapes, dtypes and every derivative beyond the first reverse one.
+      forward: launcher ``(launch, x) -> results``, plus residuals if ``launch.residuals``.
+      backward: launcher ``(launch, x, saved, cotangents) -> gradients``, one per operand of the caller's; None where not
+        ``launch.wanted``. A cotangent is None where that result has none. A gradient may be float32 and may have the call's batch
+        rows in place of its operand's own: casting and summing come after, also over devices. In place of a launcher, None: the
+        derivative is the reference's; or `refused`.
       limits: ``(*operands, **options) -> reason | None``: why this legal call has no kernel. It may look at dtypes and the last
         axes alone: it is asked again when the program is lowered, of types with more batch axes.
       blocks: names of the block sizes that a `Config` of this op must have.
 
-    Launchers see one leading batch axis: operand i has ``launch.rows[i].own`` rows (see `Rows`), saved values and cotangents have
-    ``launch.batch``. A kernel that needs the logical position of its shard along an axis takes it as an operand: pass
-    ``jnp.arange(n)`` with that axis; it is sharded like any other operand, and its first element is the offset.
+    Launchers see one leading batch axis and NamedTuples: ``x.q`` (None where absent) has ``launch.rows.q.own`` rows (see `Rows`),
+    ``saved.lse`` and ``cotangents.out`` have ``launch.batch``.
 
     Returns:
-      ``f(*operands, implementation=None, config=None, **options) -> tuple of outs``; options must be hashable.
+      ``f(*operands, implementation=None, config=None, **options) -> tuple of results``; options must be hashable.
     """
-    op = _Op(
+    if axes is not None:
+        assert isinstance(residuals, str)
+        rule, names = AxisRule.parse(axes, residuals, whole), None
+        saved = tuple(saves)
+    else:
+        kept = dict(residuals) if isinstance(residuals, Mapping) else {}
+        given = dict(operands or {}) | {f"{axis}_index": axis for axis in positions}
+        rule = AxisRule.of(given.values(), (results or {}).values(), kept.values(), whole)
+        saved = tuple(list(results or {}).index(result) for result in saves)
+        names = Names(
+            namedtuple(f"{name}_operands", given),
+            namedtuple(f"{name}_saved", [*saves, *kept]),
+            namedtuple(f"{name}_results", results or {}),
+        )
+    op = Op(
         name=name,
-        rule=AxisRule.parse(axes, residuals, whole),
+        rule=rule,
         reference=reference,
         forward=forward,
         backward=backward,
-        saves=saves,
+        saves=saved,
         limits=limits,
         blocks=frozenset(blocks.split()),
+        names=names,
+        positions=positions,
     )
-
-    cores = [len(a) for a in op.rule.operands]
+    cores = [len(dims) for dims in rule.operands]
 
     def bind_op(static: Call, *given):
-        """Give every operand the same number of batch axes; inside jit, where reshapes are free."""
-        core = [n for n, p in zip(cores, static.present, strict=True) if p]
+        """Give every operand the same number of batch axes; inside jit, where reshapes and iotas are free."""
+        given += _iotas(op, spread(given, static.present[: op.n_given]))
+        core = picked(cores, static.present)
         padded = [x.reshape((1,) * (static.n_batch + n - x.ndim) + x.shape) for x, n in zip(given, core, strict=True)]
         return tuple(bind(static, *padded))
 
@@ -191,23 +146,33 @@ def fused_op(
     jitted = jax.jit(bind_op, static_argnums=0)  # eager calls cost an eighth of an unjitted bind's
 
     def call(*operands, implementation: str | None = None, config: Any = None, **options):
-        if len(operands) != len(cores):
-            raise TypeError(f"{name}: the axis rule {axes!r} has {len(cores)} operands; got {len(operands)}.")
+        if len(operands) != op.n_given:
+            raise TypeError(f"{name}: the axis rule has {op.n_given} operands; got {len(operands)}.")
         implementation = _resolve_implementation(name, implementation)
         _check_config(op, config)
         if implementation == "xla":
             with jax.named_scope(f"jtops_{name}_xla"):
-                return tuple(reference(*operands, **options))[: len(op.rule.outs)]
+                return tuple(reference(*operands, *_iotas(op, operands), **options))[: len(rule.outs)]
         reason = limits(*operands, **options)
         if reason is not None and implementation is not None:
             raise UnsupportedError(f'{name}: {reason}; implementation={implementation!r} needs a kernel. Use implementation="xla".')
         given = [x for x in operands if x is not None]
-        present = tuple(x is not None for x in operands)
-        n_batch = max(0, *(x.ndim - n for x, n in zip(operands, cores, strict=True) if x is not None))
+        present = (*(x is not None for x in operands), *(True for _ in positions))
+        n_batch = max(0, *(x.ndim - n for x, n in zip(operands, cores, strict=False) if x is not None))
         static = Call(op, "out", n_batch, present, tuple(sorted(options.items())), implementation, target.requested(), config)
         return jitted(static, *given)
 
     return call
+
+
+def _iotas(op: Op, operands) -> tuple[jax.Array, ...]:
+    """The operands that `positions` appends to these."""
+
+    def size(axis: str) -> int:
+        given = [(x.shape, dims) for x, dims in zip(operands, op.rule.operands, strict=False) if x is not None]
+        return max(n for shape, dims in given for n, d in zip(shape[::-1], dims[::-1], strict=False) if d == (axis,))
+
+    return tuple(jnp.arange(size(axis), dtype=jnp.int32) for axis in op.positions)
 
 
 def _resolve_implementation(name: str, implementation: str | None) -> str | None:
@@ -219,7 +184,7 @@ def _resolve_implementation(name: str, implementation: str | None) -> str | None
     return implementation
 
 
-def _check_config(op: _Op, config: Any) -> None:
+def _check_config(op: Op, config: Any) -> None:
     if config is None:
         return
     if not isinstance(config, Config):
@@ -241,67 +206,19 @@ def bind(call: Call, *args):
     return fused_p.bind(*jax_compat.vary_together(args), call=call)
 
 
-def batch_shape(call: Call, arrays) -> tuple[int, ...]:
-    """The batch shape that the arrays broadcast to."""
-    return jnp.broadcast_shapes(*(x.shape[: call.n_batch] for x in arrays))
-
-
-def reference_stage(call: Call, *args) -> list:
-    """What a stage means, in jax.numpy."""
-    primals, _, linear = call.split(args)
-    shape = batch_shape(call, args)
-
-    def forward(*moved):
-        new = iter(moved)
-        full = iter([next(new) if w else p for w, p in zip(call.wrt or (False,) * call.n_in, primals, strict=True)])
-        outs = call.op.reference(*(next(full) if p else None for p in call.present), **dict(call.options))
-        if not isinstance(outs, tuple) or len(outs) != call.n_out + len(call.op.rule.residuals):
-            got = f"{len(outs)} results" if isinstance(outs, tuple) else f"{type(outs).__name__}, no tuple"
-            raise TypeError(
-                f"{call.op.name}: the reference must return a tuple of {call.n_out} outs and {len(call.op.rule.residuals)} "
-                f"residuals; got {got}."
-            )
-        return [jnp.broadcast_to(o, shape + o.shape[call.n_batch :]) for o in outs]
-
-    if call.stage == "out":
-        return forward()[: call.n_out]
-    if call.stage == "fwd":
-        return forward()
-    moved = _picked(primals, call.wrt)
-    live = lambda *d: _picked(forward(*d)[: call.n_out], call.live)
-    if call.stage == "jvp":
-        return jax.jvp(live, moved, linear)[1]
-    return list(jax.vjp(live, *moved)[1](linear))
-
-
-@functools.lru_cache(4096)
-def out_types(call: Call, operand_types: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of a stage's results, as its reference has them."""
-    outs = partition.outside_mesh(functools.partial(jax.eval_shape, functools.partial(reference_stage, call)))(*operand_types)
-    return tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs)
-
-
-def _picked(xs, mask) -> list:
-    return [x for x, m in zip(xs, mask, strict=True) if m]
-
-
-def _types(xs) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
-
-
 @fused_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     primals = call.split(avals)[0]
 
     def specs(mesh):
         if call.stage == "vjp":  # JAX demands that a gradient has its primal's sharding
-            return [p.sharding.spec for p in _picked(primals, call.wrt)]
+            return [p.sharding.spec for p in picked(primals, call.wrt)]
         plain = call.to("fwd" if call.stage == "fwd" else "out", wrt=(), live=())
-        shapes = [a.shape for a in (*primals, *out_types(plain, _types(primals)))]
+        shapes = [a.shape for a in (*primals, *out_types(plain, types_of(primals)))]
         outs = partition.decide(plain.mesh_axes(), shapes, mesh.shape, [p.sharding.spec for p in primals]).outs
-        return _picked(outs, call.live) if call.stage == "jvp" else outs
+        return picked(outs, call.live) if call.stage == "jvp" else outs
 
-    return partition.typed(out_types(call, _types(avals)), avals[0], specs)
+    return partition.typed(out_types(call, types_of(avals)), avals, specs)
 
 
 # ------------------------------------------------------------------------------------------------------------- derivatives
@@ -311,10 +228,14 @@ def _jvp(args, tangents, *, call):
     primals, saved, linear = call.split(args)
     t_primals, _, t_linear = call.split(tangents)
     moved = tuple(type(t) is not ad.Zero for t in t_primals)
+    if isinstance(call.op.backward, Refused) and any(moved):
+        raise UnsupportedError(
+            f'{call.op.name} has no derivative: {call.op.backward.reason}. Use jax.lax.stop_gradient, or implementation="xla".'
+        )
     if call.stage in ("out", "fwd"):
         full = [checkpoint_name(x, f"{call.op.name}_residual") for x in bind(call.to("fwd"), *primals)]
         live = tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in full[: call.n_out])
-        given = _picked(t_primals, moved)
+        given = picked(t_primals, moved)
         got = iter(bind(call.to("jvp", wrt=moved, live=live), *primals, *call.saved_of(full), *given) if any(live) else ())
         t_full = [next(got) if i < call.n_out and live[i] else jax_compat.symbolic_zero(x) for i, x in enumerate(full)]
         n = call.n_out if call.stage == "out" else len(full)
@@ -327,10 +248,9 @@ def _jvp(args, tangents, *, call):
     if any(moved):  # second order: differentiate the reference in the primals
 
         def f(*changed):
-            new = iter(changed)
-            return reference_stage(call, *(next(new) if m else p for m, p in zip(moved, primals, strict=True)), *saved, *linear)
+            return reference_stage(call, *replaced(primals, moved, changed), *saved, *linear)
 
-        t_out = add(jax.jvp(f, _picked(primals, moved), _picked(t_primals, moved))[1])
+        t_out = add(jax.jvp(f, picked(primals, moved), picked(t_primals, moved))[1])
     return out, t_out
 
 
@@ -342,13 +262,11 @@ def _transpose(cts, *args, call):
     asked = [ad.is_undefined_primal(x) for x in linear]
 
     def narrow(mask, keep):
-        left = iter(keep)
-        return tuple(m and next(left) for m in mask)
+        return tuple(map(bool, spread(keep, mask)))
 
     masks = {here: narrow(getattr(call, here), given), there: narrow(getattr(call, there), asked)}
     new = call.to("vjp" if call.stage == "jvp" else "jvp", **masks)
-    got = iter(bind(new, *primals, *saved, *_picked(cts, given)))
-    return [None] * (len(primals) + len(saved)) + [next(got) if a else None for a in asked]
+    return [None] * (len(primals) + len(saved)) + spread(bind(new, *primals, *saved, *picked(cts, given)), asked)
 
 
 def _batch(args, dims, *, call):
@@ -373,133 +291,6 @@ ad.primitive_transposes[fused_p] = _transpose
 batching.primitive_batchers[fused_p] = _batch
 
 
-# ---------------------------------------------------------------------------------------------------- one device's launch
-
-
-def run_kernel(call: Call, platform: str, *args) -> list:
-    """Make the batch axes one, launch, and give results their batch axes back. Runs on whole arrays or on a device's shards."""
-    n, shape, types = call.n_batch, batch_shape(call, args), out_types(call, _types(args))
-    batch = math.prod(shape)
-    primals, saved, linear = call.split(args)
-    spread = lambda xs, mask: [next(xs) if m else None for m in mask]
-    rows: list[Any] = spread((_rows(x, n, shape) for x in primals), call.present)
-    wanted = tuple(bool(w) for w in spread(iter(call.wrt), call.present)) if call.wrt else ()
-    launch = Launch(
-        op=call.op.name,
-        stage=call.stage,
-        batch=batch,
-        rows=tuple(rows),
-        wanted=wanted,
-        options=dict(call.options),
-        config=call.config,
-        target=target.resolve(platform, call.target) if platform in KERNEL_PLATFORMS else target.assumed(call.target),
-        device=target.device_kind(platform) if platform in KERNEL_PLATFORMS and call.target is None else None,
-        interpret=call.implementation == "interpret",
-    )
-    collapsed = spread((_collapse(x, n, shape) for x in primals), call.present)
-    if call.stage in ("out", "fwd"):
-        outs = call.op.forward(launch, *collapsed)
-        _check_results(call, "forward", "results", outs, [(((batch, *t.shape[n:]),), (t.dtype,)) for t in types])
-        return [o.reshape(t.shape) for o, t in zip(outs, types, strict=True)]
-    full = lambda x: jnp.broadcast_to(x, shape + x.shape[n:]).reshape(batch, *x.shape[n:])
-    grads = call.op.backward(launch, collapsed, [full(x) for x in saved], spread((full(x) for x in linear), call.live))
-    allowed: list = [None] * len(rows)
-    for i, t in zip([i for i, w in enumerate(wanted) if w], types, strict=True):
-        own = {r: (r, *t.shape[n:]) for r in (batch, rows[i].own)}
-        allowed[i] = (tuple(own.values()), (t.dtype, jnp.dtype(jnp.float32)))
-    _check_results(call, "backward", "gradients", grads, allowed)
-    grads = [g if g.shape[0] == r.own else r.sum(g) for g, r in _picked(zip(grads, rows, strict=True), wanted)]
-    return [_restore(g, t.shape, n, shape) for g, t in zip(grads, types, strict=True)]
-
-
-def _check_results(call: Call, launcher: str, what: str, got, wanted: list) -> None:
-    """A launcher's mistake should not surface as a failed reshape. `wanted`: (shapes, dtypes) per result, None: anything."""
-    where = f"{call.op.name}: the {launcher} launcher"
-    if not isinstance(got, tuple | list) or len(got) != len(wanted):
-        count = f"{len(got)}" if isinstance(got, tuple | list) else f"a {type(got).__name__}"
-        raise TypeError(f"{where} must return {len(wanted)} {what}, in a tuple; got {count}.")
-    for i, (x, rule) in enumerate(zip(got, wanted, strict=True)):
-        if rule is None:
-            continue
-        shapes, dtypes = rule
-        if x is None or x.shape not in shapes or x.dtype not in dtypes:
-            have = "None" if x is None else f"{x.dtype} {x.shape}"
-            raise TypeError(
-                f"{where} must return {what}[{i}] as {' or '.join(map(str, dict.fromkeys(dtypes)))} of shape "
-                f"{' or '.join(map(str, dict.fromkeys(shapes)))}, as the reference has it; got {have}."
-            )
-
-
-def _own_span(own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-    """First and last + 1 of the batch axes that an operand has in full; those between that it lacks count as its own."""
-    full = [i for i, (a, b) in enumerate(zip(own, shape, strict=True)) if a == b != 1]
-    return (full[0], full[-1] + 1) if full else (len(shape), len(shape))
-
-
-def _rows(x, n: int, shape: tuple[int, ...]) -> Rows:
-    first, last = _own_span(x.shape[:n], shape)
-    return Rows(math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:]))
-
-
-def _collapse(x, n: int, shape: tuple[int, ...]) -> jax.Array:
-    """Batch axes into one, of the operand's own rows. Shared axes between full ones are spread: `Rows` cannot tell them."""
-    first, last = _own_span(x.shape[:n], shape)
-    x = jnp.broadcast_to(x, x.shape[:first] + shape[first:last] + x.shape[last:])
-    return x.reshape(math.prod(shape[first:last]), *x.shape[n:])
-
-
-def _restore(gradient, wanted: tuple[int, ...], n: int, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `_collapse`, which for what was spread is a sum."""
-    first, last = _own_span(wanted[:n], shape)
-    own = shape[first:last]
-    parts = gradient.reshape(*own, *wanted[n:])
-    spread = tuple(i for i, size in enumerate(own) if wanted[first + i] != size)
-    if spread:
-        parts = jnp.sum(parts, spread, dtype=jnp.promote_types(parts.dtype, jnp.float32))
-    return parts.reshape(wanted)
-
-
-# ---------------------------------------------------------------------------------------------------------------- lowering
-
-
-def _lower(ctx, *args, call, platform):
-    name = f"{call.op.name}_{call.stage}"
-    if (reason := _why_reference(ctx, call, platform)) is not None:
-        notes.add(f"jtops_{name}", "XLA", reason, platform)
-        return partition.lower_local(ctx, *args, local=functools.partial(reference_stage, call))
-    _check_lowerable(ctx, call, platform)
-    if partition.is_automatic(ctx) and jax_compat.device_count(ctx) > 1:
-        notes.add_partitioned(f"jtops_{name}", platform)
-    local = functools.partial(run_kernel, call, platform)
-    return partition.lower(ctx, *args, axes=call.mesh_axes(), name=name, local=local)
-
-
-def _why_reference(ctx, call, platform) -> str | None:
-    """Why XLA runs the reference; None where a kernel runs."""
-    if call.stage == "jvp":
-        return "forward-mode and second derivatives are the reference's"
-    if call.implementation == "xla":
-        return 'implementation="xla"'
-    if platform not in KERNEL_PLATFORMS and call.implementation is None:
-        return f"{platform} runs no Triton kernels"
-    if any(math.prod(a.shape) == 0 for a in (*ctx.avals_in, *ctx.avals_out)):
-        return "an array is empty"
-    return None
-
-
-def _check_lowerable(ctx, call, platform):
-    name = call.op.name
-    if call.implementation == "triton" and platform not in KERNEL_PLATFORMS:
-        raise UnsupportedError(
-            f'{name}: implementation="triton" needs a GPU, but the program is for {platform}; use None, "xla" or "interpret".'
-        )
-    given = iter(ctx.avals_in)
-    operands = [next(given) if p else None for p in call.present]
-    if (reason := call.op.limits(*operands, **dict(call.options))) is not None:
-        raise UnsupportedError(f'{name}: {reason}. Use implementation="xla" for this call.')
-    partition.check_manual(ctx, name, ', or use implementation="xla"')
-
-
-mlir.register_lowering(fused_p, functools.partial(_lower, platform="cpu"))
+mlir.register_lowering(fused_p, functools.partial(lower, platform="cpu"))
 for _platform in KERNEL_PLATFORMS:
-    mlir.register_lowering(fused_p, functools.partial(_lower, platform=_platform), platform=_platform)
+    mlir.register_lowering(fused_p, functools.partial(lower, platform=_platform), platform=_platform)

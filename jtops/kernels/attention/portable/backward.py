@@ -5,6 +5,8 @@ With p = exp(s - lse), dp = do v^T and delta = rowsum(do * out) - dlse: ds = p *
 dv = p^T do.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -166,7 +168,7 @@ def configs(d: int, itemsize: int, max_shared_bytes: int) -> tuple[Config, Confi
         small = 32 if block_d <= 64 else 16
         return (Config(BLOCK_M=small, BLOCK_N=small, num_warps=4, num_stages=1),) * 2
     if block_d <= 128 and itemsize * block_d * (2 * 128 + 4 * 64) <= max_shared_bytes:
-        shape = {"num_warps": 8, "num_stages": 2}
+        shape: dict[str, Any] = {"num_warps": 8, "num_stages": 2}
         return Config(BLOCK_M=64, BLOCK_N=128, **shape), Config(BLOCK_M=128, BLOCK_N=64, **shape)
     shape = {"num_warps": 8, "num_stages": 1}
     if block_d <= 128:

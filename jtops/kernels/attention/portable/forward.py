@@ -1,11 +1,14 @@
 """The forward kernel. One pass over the keys with a running maximum and sum, in base 2: exp2 is what the hardware has."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.frame.launch import OuterRows as Rows
 from jtops.kernels._lib.precision import dot_precision
 from jtops.kernels.attention.mask import batch_number, bounds_of, key_range, load_rows, sees
 
@@ -152,7 +155,9 @@ def choice(launch: Launch, heuristic: Config, kernel, name: str, q, k, v, others
     (_, s, h, d), (_, t, g, e) = q.shape, v.shape
     o = launch.options
     sizes = {"heads": launch.batch * h, "group": h // g, "s": s, "t": t}
-    masks = {side: o[side] and next_power_of_2(o[side]) for side in ("left", "right")} | {"bottom_right": o["bottom_right"]}
+    masks: dict[str, Any] = {side: o[side] and next_power_of_2(o[side]) for side in ("left", "right")} | {
+        "bottom_right": o["bottom_right"]
+    }
     even = s % 256 == t % 256 == 0
     return launch.choose(heuristic, (kernel,), (q, *others), sizes, name, d=d, e=e, precision=o["precision"], even=even, **masks)
 

@@ -1,0 +1,1 @@
+"""Attention's kernels for Hopper (sm_90a)."""
