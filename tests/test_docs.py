@@ -1,12 +1,16 @@
 """What README and CONTRIBUTING show runs as it stands there."""
 
+import doctest
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+import jtops
 from tests.kernels import lowered
+from tests.specs import OPS
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +29,16 @@ def module(tmp_path, monkeypatch):
         return __import__(name)
 
     return load
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda f: f.__name__)
+def test_docstring(op):
+    """Every public op shows how it is called, with what comes out."""
+    names = {"jax": jax, "jnp": jnp, "jtops": jtops}
+    (example,) = doctest.DocTestFinder(recurse=False).find(op, op.__name__, globs=names)
+    assert any(f"jtops.{op.__name__}(" in e.source for e in example.examples), "an example under >>> is missing"
+    said: list[str] = []
+    assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
 
 
 def test_readme(module, capsys):

@@ -18,6 +18,12 @@ MAX_SHARED_BYTES: dict[int | str, int] = {
     "gfx90a": 64 * _KIB, "gfx942": 64 * _KIB, "gfx950": 160 * _KIB,
 }  # fmt: skip
 
+# Of the largest GPU of an architecture that is sold: what launchers fill. NVIDIA's and AMD's data sheets.
+_MULTIPROCESSORS: dict[int | str, int] = {
+    75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 110: 20, 120: 188, 121: 48,
+    "gfx90a": 110, "gfx942": 304, "gfx950": 256,
+}  # fmt: skip
+
 # What JAX calls a device that is described but not present (jax.sharding.AbstractDevice).
 _DEVICE_KINDS: dict[str, int | str] = {
     "A100": 80, "A10": 86, "A40": 86, "RTX 30": 86, "L4": 89, "L40": 89, "RTX 40": 89, "H100": 90, "H200": 90, "GH200": 90,
@@ -58,6 +64,11 @@ class Target:
     def max_shared_bytes(self) -> int:
         """Shared memory available to one program."""
         return MAX_SHARED_BYTES.get(self.arch, 48 * _KIB if self.platform == "cuda" else 64 * _KIB)
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many programs run at once if each takes a whole multiprocessor, on the largest GPU of this architecture."""
+        return _MULTIPROCESSORS.get(self.arch, 128)
 
     @property
     def gpu_target(self):

@@ -59,6 +59,6 @@ def launch(request: Request) -> Any:
         zeroed=zeroed,
         launch=config.launch.value,
         vmap_method=request.vmap_method,
-        config_source=notes.config_source(),
+        origin=notes.origin(),
     )
     return tree.unflatten(bind_call(arrays, call))

@@ -111,16 +111,16 @@ def decide(axes: Axes, shapes, mesh_shape, specs) -> Placement:
     return Placement(tuple(map(spec_of, ins)), tuple(map(spec_of, outs)), tuple(sums))
 
 
-def typed(types, avals, specs: Callable[[Any], Sequence[P]]) -> list:
-    """Abstract values of the results of a call on operands of types `avals`.
+def typed(types, operands, specs: Callable[[Any], Sequence[P]]) -> list:
+    """Abstract values of results of these types, in the mesh in which the call stands.
 
     They vary from device to device as the operands do, and where mesh axes are explicit ``specs(mesh)`` shards them.
     """
-    mesh, varying = mesh_of(avals), jax_compat.varying_axes(avals[0])
-    outs = [jax_compat.shaped_array(t.shape, t.dtype, varying) for t in types]
+    mesh, varying = mesh_of(operands), jax_compat.varying_axes(operands[0])
     if AxisType.Explicit not in mesh.axis_types:
-        return outs
-    return [o.update(sharding=NamedSharding(mesh, spec)) for o, spec in zip(outs, specs(mesh), strict=True)]
+        return [jax_compat.shaped_array(t.shape, t.dtype, varying) for t in types]
+    shardings = [NamedSharding(mesh, spec) for spec in specs(mesh)]
+    return [jax_compat.shaped_array(t.shape, t.dtype, varying, s) for t, s in zip(types, shardings, strict=True)]
 
 
 sum_p = Primitive("sum_over_devices")

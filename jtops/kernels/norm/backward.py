@@ -7,69 +7,88 @@ Rows that fit a block, or a cluster of blocks, are read once. Longer ones are re
 gradients fit no program's registers: a first launch gives each program a part of the columns and finds all sums, a second gives dx.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.device.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device.rows import counted, multiple_of, own_row, unit
-from jtops.kernels._lib.device.sums import sum_parts
-from jtops.kernels._lib.frame.launch import Config, Launch
-from jtops.kernels._lib.frame.launch import OuterRows as Rows
+from jtops.kernels._lib.device.rows import length, position
+from jtops.kernels._lib.device.rows import row as row_of
+from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.rows import host
+from jtops.kernels._lib.rows.cluster import cluster_gather, members, part_of_row
+from jtops.kernels._lib.rows.sums import sum_parts
 from jtops.kernels.norm.config import backward_config
-from jtops.kernels.norm.forward import absent, mean_of, rows_of
+from jtops.kernels.norm.forward import mean_of
+
+
+class Given(NamedTuple):
+    """What the backward reads; None where it is absent: the mean in rms_norm, the sum's cotangent where nothing is added."""
+
+    x: Any
+    scale: Any
+    g: Any
+    dsum: Any
+    mean: Any
+    rstd: Any
+
+
+class Groups(NamedTuple):
+    """How programs share the rows: groups of `rows` neighbours that share their parameters, each in `parts` of `tiles` tiles."""
+
+    rows: int
+    parts: int
+    tiles: int
+
+
+class Shares(NamedTuple):
+    """What each block of columns of a row has of sum(w) and sum(w x_hat), and how many there are."""
+
+    sum_w: Any
+    sum_wx: Any
+    count: int
 
 
 @triton.jit
-def _statistic(ptr, rows, r):
+def _statistic(ptr, rows, mask):
     """A column of a statistic per row; 0 where it is absent, as the mean is in rms_norm."""
     value = tl.zeros((rows.shape[0], 1), tl.float32)
     if ptr is not None:
-        value = tl.load(ptr + rows, mask=rows < r, other=0.0)[:, None]
+        value = tl.load(ptr + rows, mask=mask, other=0.0)[:, None]
     return value
 
 
 @triton.jit
-def _scale(scale_ptr, row, cols, mask, n, scale_offset):
-    """scale + scale_offset of a row of scale; 1 where there is none."""
+def _scale(scale_ptr, own, row, cols, mask, n, scale_offset):
+    """scale + scale_offset that serves a row; 1 where there is none. `own`: scale's `Rows`, None where it has one for all."""
     scale = 1.0
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + row * n + cols, mask=mask, other=0.0).to(tl.float32) + scale_offset
+        base = row * 0
+        if own is not None:
+            base = row_of(row, own) * n
+        scale = tl.load(scale_ptr + base + cols, mask=mask, other=0.0).to(tl.float32) + scale_offset
     return scale
 
 
 @triton.jit
-def _x_hat(x_ptr, offsets, mask, mean, rstd):
-    return tl.where(mask, (tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) - mean) * rstd, 0.0)
-
-
-@triton.jit
-def _store_dx(dx_ptr, dsum_ptr, offsets, mask, dx):
-    if dsum_ptr is not None:  # what the sum's own cotangent adds
-        dx = dx + tl.load(dsum_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _terms(x_ptr, scale_ptr, g_ptr, offsets, mask, mean, rstd, scale):
+def _terms(given, offsets, mask, mean, rstd, scale):
     """x_hat, g and w of a tile."""
-    x_hat = _x_hat(x_ptr, offsets, mask, mean, rstd)
-    g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(given.x + offsets, mask=mask, other=0.0).to(tl.float32)
+    x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
+    g = tl.load(given.g + offsets, mask=mask, other=0.0).to(tl.float32)
     w = g
-    if scale_ptr is not None:
+    if given.scale is not None:
         w = g * scale
     return x_hat, g, w
 
 
 @triton.jit
-def _write_dx(dx_ptr, dsum_ptr, mean_ptr, offsets, mask, x_hat, w, mean_w, mean_wx, rstd):
-    dx = w
-    if mean_ptr is not None:
-        dx = dx - mean_w[:, None]
-    _store_dx(dx_ptr, dsum_ptr, offsets, mask, rstd * (dx - x_hat * mean_wx[:, None]))
+def _store_dx(dx_ptr, given, offsets, mask, dx):
+    if given.dsum is not None:  # what the sum's own cotangent adds
+        dx = dx + tl.load(given.dsum + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -79,43 +98,61 @@ def _write_sum(ptr, pid, n, cols, inside_n, sums):
         tl.store(ptr + pid * n + cols, total, mask=inside_n)
 
 
-@counted
+@triton.jit
+def _rows_of_group(i, group, part, groups, BLOCK_M: tl.constexpr):
+    """-> the rows of a part's tile number i; and which of them are of the group."""
+    rows = group * groups.rows + (i * groups.parts + part) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return rows, rows < (group + 1) * groups.rows
+
+
+@triton.jit(do_not_specialize_on_alignment=["groups", "own"])
 def _backward_kernel(
-    x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, dx_ptr, dscale_ptr, dbias_ptr,
-    n, tiles, parts, group_rows, part_n, scale_inner, scale_own, scale_offset,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLUSTER: tl.constexpr,
+    given,
+    dx_ptr,
+    dscale_ptr,
+    dbias_ptr,
+    n,
+    part_n,
+    groups,
+    own,
+    scale_offset,
+    UNIT: tl.constexpr,
     FULL: tl.constexpr,
-):  # fmt: skip
-    """One program: one of `parts` parts of a group of rows that share their parameters: `tiles` tiles of BLOCK_M rows; in a cluster
-    the same `part_n` columns of each.
+    CLUSTER: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one part of a group of rows; in a cluster the same `part_n` columns of each.
 
     Loop invariant: element (i, j) of dscale and dbias has the sums over the rows so far that stood i-th in their tile.
     """
     pid = tl.program_id(0).to(tl.int64)
-    n = multiple_of(n, UNIT)
+    n = length(n, UNIT, None)
     pid, _, cols, inside_n = part_of_row(pid, part_n, n, BLOCK_N, CLUSTER, FULL)
-    group, part = pid // parts, pid % parts
-    scale_row = own_row(group * group_rows, scale_inner, scale_own)
-    scale = _scale(scale_ptr, scale_row, cols, inside_n, n, scale_offset)
+    group, part = pid // groups.parts, pid % groups.parts
+    scale = _scale(given.scale, own, group * groups.rows, cols, inside_n, n, scale_offset)
     dscale = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    end = (group + 1) * group_rows
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        rows = group * group_rows + (i * parts + part) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (rows < end)[:, None] & inside_n
+    for i in tl.range(0, groups.tiles, num_stages=STAGES):
+        rows, here = _rows_of_group(i, group, part, groups, BLOCK_M)
+        mask = here[:, None] & inside_n
         offsets = rows[:, None] * n + cols
-        mean, rstd = _statistic(mean_ptr, rows, end), _statistic(rstd_ptr, rows, end)
-        x_hat, g, w = _terms(x_ptr, scale_ptr, g_ptr, offsets, mask, mean, rstd, scale)
+        mean, rstd = _statistic(given.mean, rows, here), _statistic(given.rstd, rows, here)
+        x_hat, g, w = _terms(given, offsets, mask, mean, rstd, scale)
         sum_wx = tl.sum(w * x_hat, 1)
         sum_w = tl.zeros((BLOCK_M,), tl.float32)
-        if mean_ptr is not None:
+        if given.mean is not None:
             sum_w = tl.sum(w, 1)
         if CLUSTER > 1:
             sums_w, sums_wx = cluster_gather(sum_w, sum_wx, i)
             sum_w = tl.sum(tl.where(members(CLUSTER), sums_w, 0.0), 0)[None]
             sum_wx = tl.sum(tl.where(members(CLUSTER), sums_wx, 0.0), 0)[None]
         mean_w, mean_wx = mean_of(sum_w, n), mean_of(sum_wx, n)
-        _write_dx(dx_ptr, dsum_ptr, mean_ptr, offsets, mask, x_hat, w, mean_w, mean_wx, rstd)
+        dx = w
+        if given.mean is not None:
+            dx = dx - mean_w[:, None]
+        _store_dx(dx_ptr, given, offsets, mask, rstd * (dx - x_hat * mean_wx[:, None]))
         if dscale_ptr is not None:
             dscale += g * x_hat
         if dbias_ptr is not None:
@@ -124,71 +161,85 @@ def _backward_kernel(
     _write_sum(dbias_ptr, pid, n, cols, inside_n, dbias)
 
 
-@counted
+@triton.jit(do_not_specialize_on_alignment=["groups", "own"])
 def _sums_kernel(
-    x_ptr, scale_ptr, g_ptr, mean_ptr, rstd_ptr, dscale_ptr, dbias_ptr, sum_w_ptr, sum_wx_ptr,
-    n, tiles, parts, group_rows, scale_inner, scale_own, scale_offset,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    given,
+    dscale_ptr,
+    dbias_ptr,
+    sum_w_ptr,
+    sum_wx_ptr,
+    n,
+    groups,
+    own,
+    scale_offset,
+    UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: BLOCK_N columns of one part of a group, as above; and each row's share of sum(w) and sum(w x_hat)."""
     pid = tl.program_id(0).to(tl.int64)
-    n = multiple_of(n, UNIT)
+    n = length(n, UNIT, INDEX)
     blocks = tl.cdiv(n, BLOCK_N)
-    block = (pid % blocks).to(tl.int32)
-    group, part = pid // blocks // parts, pid // blocks % parts
-    scale_row = own_row(group * group_rows, scale_inner, scale_own)
-    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    scale = _scale(scale_ptr, scale_row, cols, cols < n, n, scale_offset)
+    block, pid = position(pid % blocks, INDEX), pid // blocks
+    group, part = pid // groups.parts, pid % groups.parts
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    scale = _scale(given.scale, own, group * groups.rows, cols, cols < n, n, scale_offset)
     dscale = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    end = (group + 1) * group_rows
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        rows = group * group_rows + (i * parts + part) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (rows < end)[:, None] & (cols < n)[None, :]
-        offsets = rows[:, None] * n + cols[None, :]
-        x_hat = _x_hat(x_ptr, offsets, mask, _statistic(mean_ptr, rows, end), _statistic(rstd_ptr, rows, end))
-        g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        w = g
-        if scale_ptr is not None:
-            w = g * scale[None, :]
-        tl.store(sum_wx_ptr + rows * blocks + block, tl.sum(w * x_hat, 1), mask=rows < end)
-        if mean_ptr is not None:
-            tl.store(sum_w_ptr + rows * blocks + block, tl.sum(w, 1), mask=rows < end)
+    for i in tl.range(0, groups.tiles, num_stages=STAGES):
+        rows, here = _rows_of_group(i, group, part, groups, BLOCK_M)
+        mask = here[:, None] & (cols < n)
+        mean, rstd = _statistic(given.mean, rows, here), _statistic(given.rstd, rows, here)
+        x_hat, g, w = _terms(given, rows[:, None] * n + cols, mask, mean, rstd, scale)
+        tl.store(sum_wx_ptr + rows * blocks + block, tl.sum(w * x_hat, 1), mask=here)
+        if given.mean is not None:
+            tl.store(sum_w_ptr + rows * blocks + block, tl.sum(w, 1), mask=here)
         if dscale_ptr is not None:
             dscale += g * x_hat
         if dbias_ptr is not None:
             dbias += g
-    if dscale_ptr is not None:
-        total = tl.sum(dscale, 0).to(dscale_ptr.dtype.element_ty)
-        tl.store(dscale_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
-    if dbias_ptr is not None:
-        total = tl.sum(dbias, 0).to(dbias_ptr.dtype.element_ty)
-        tl.store(dbias_ptr + (group * parts + part) * n + cols, total, mask=cols < n)
+    _write_sum(dscale_ptr, pid, n, cols, cols < n, dscale)
+    _write_sum(dbias_ptr, pid, n, cols, cols < n, dbias)
 
 
-@counted
+@triton.jit
+def _mean_of_shares(ptr, row, count, n, SHARES: tl.constexpr):
+    share = tl.arange(0, SHARES)
+    return mean_of(tl.sum(tl.load(ptr + row * count + share, mask=share < count, other=0.0), 0), n)
+
+
+@triton.jit(do_not_specialize_on_alignment=["own"])
 def _dx_kernel(
-    x_ptr, scale_ptr, g_ptr, dsum_ptr, mean_ptr, rstd_ptr, sum_w_ptr, sum_wx_ptr, dx_ptr,
-    n, shares, scale_inner, scale_own, scale_offset, SHARES: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    given,
+    shares,
+    dx_ptr,
+    n,
+    own,
+    scale_offset,
+    SHARES: tl.constexpr,
+    UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: BLOCK_N elements of a row of dx. Programs go backwards: what `_sums_kernel` read last is still in the cache."""
     pid = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    n = multiple_of(n, UNIT)
+    n = length(n, UNIT, INDEX)
     blocks = tl.cdiv(n, BLOCK_N)
-    row, cols = pid // blocks, (pid % blocks).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = tl.load(x_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
-    w = tl.load(g_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
-    if scale_ptr is not None:
-        w = w * _scale(scale_ptr, own_row(row, scale_inner, scale_own), cols, cols < n, n, scale_offset)
+    row, cols = pid // blocks, position(pid % blocks, INDEX) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(given.x + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
+    w = tl.load(given.g + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
+    if given.scale is not None:
+        w = w * _scale(given.scale, own, row, cols, cols < n, n, scale_offset)
     mean = 0.0
-    rstd = tl.load(rstd_ptr + row)
-    share = tl.arange(0, SHARES)
+    rstd = tl.load(given.rstd + row)
     dx = w
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + row)
-        dx = dx - mean_of(tl.sum(tl.load(sum_w_ptr + row * shares + share, mask=share < shares, other=0.0), 0), n)
-    mean_wx = mean_of(tl.sum(tl.load(sum_wx_ptr + row * shares + share, mask=share < shares, other=0.0), 0), n)
-    _store_dx(dx_ptr, dsum_ptr, row * n + cols, cols < n, rstd * (dx - (x - mean) * rstd * mean_wx))
+    if given.mean is not None:
+        mean = tl.load(given.mean + row)
+        dx = dx - _mean_of_shares(shares.sum_w, row, shares.count, n, SHARES)
+    mean_wx = _mean_of_shares(shares.sum_wx, row, shares.count, n, SHARES)
+    _store_dx(dx_ptr, given, row * n + cols, cols < n, rstd * (dx - (x - mean) * rstd * mean_wx))
 
 
 def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
@@ -202,112 +253,122 @@ def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
     return {"enable_fp_fusion": False, **limit}
 
 
-def backward(launch: Launch, operands, saved, cotangents):
+def backward(launch: Launch, operands, saved, cotangents, *, adds: bool, centred: bool) -> tuple:
     """Launcher of all four ops. Those that add saved their sum, and have its cotangent too; x and residual share a gradient."""
-    adds = launch.op.startswith("add_")
-    if adds:
-        (x, *statistics), (g, dsum) = saved, cotangents
-        scale, scale_rows = operands[2], launch.rows[2:]
-        wanted = launch.wanted[2:]
+    dsum = cotangents.sum if adds else None
+    parameters = {name: getattr(operands, name) for name in ("scale", "bias") if name in operands._fields}
+    rows = {name: getattr(launch.rows, name) for name in parameters}
+    wanted = {name: getattr(launch.wanted, name) for name in parameters}
+    if cotangents.y is None:  # only the sum was used
+        dx = dsum
+        totals = {name: jnp.zeros(p.shape, p.dtype) for name, p in parameters.items() if wanted[name]}
     else:
-        (x, *_), statistics, (g,), dsum = operands, saved, cotangents, None
-        x, scale, scale_rows, wanted = launch.rows[0].full(x), operands[1], launch.rows[1:], launch.wanted[1:]
+        x = saved.sum if adds else launch.full("x", operands.x)
+        given = Given(x, operands.scale, cotangents.y, dsum, saved.mean if centred else None, saved.rstd)
+        # Groups of neighbouring rows that share all parameters' rows; each is summed in parts.
+        group_rows = min((own.inner for own in rows.values() if own and own.own > 1), default=launch.batch)
+        dtypes = {name: p.dtype for name, p in parameters.items() if wanted[name]}
+        dx, partial = _launched(launch, given, group_rows, dtypes)
+        totals = _totals(launch, partial, group_rows, rows, dtypes)
+    gradients = {"x": dx, "residual": dx, **totals}
+    return tuple(gradients[name] if asked else None for name, asked in launch.wanted._asdict().items())
+
+
+def _launched(launch: Launch, given: Given, group_rows: int, dtypes: dict[str, Any]):
+    """dx, and of each parameter in `dtypes`, the type that its gradient has, a part's sums: arrays [groups, parts, n]."""
+    r, n = given.x.shape
+    own = launch.rows.scale
+    arguments = {
+        "given": given,
+        "n": n,
+        "own": own if own is not None and own.own > 1 else None,
+        "scale_offset": launch.options["scale_offset"],
+        "UNIT": host.unit(n),
+    }
+    heuristic = backward_config(launch, r, n, given.x.dtype.itemsize, arrays=2 if given.dsum is None else 3)
+    sizes = {"r": next_power_of_2(r), "groups": next_power_of_2(r // group_rows)}
+    kernels = (_backward_kernel, _sums_kernel, _dx_kernel)
+    config = launch.choose(heuristic, kernels, arguments, wanted=tuple(dtypes), **sizes)
+    arguments["backend_options"] = _backend_options(launch, config)
+    run = _whole if n <= host.room(config) else _long
+    return run(launch, config, arguments, group_rows, dtypes)
+
+
+def _groups(config: Config, count: int, rows: int, blocks: int = 1) -> Groups:
+    """The grid of so many groups of rows, whose columns are in so many blocks."""
+    total = cdiv(rows, config["BLOCK_M"])
+    programs = config["PROGRAMS"] or count * blocks * total
+    tiles = cdiv(total, min(total, max(1, programs // (count * blocks))))
+    return Groups(rows, cdiv(total, tiles), tiles)
+
+
+def _whole(launch: Launch, config: Config, arguments: dict[str, Any], group_rows: int, dtypes):
+    """Rows that a program, or a cluster, holds."""
+    x = arguments["given"].x
     r, n = x.shape
-    if g is None:  # only the sum was used
-        zero = lambda p, wants: jnp.zeros(p.shape, p.dtype) if wants else None
-        return *(dsum if w else None for w in launch.wanted[:2]), *map(zero, operands[2:], wanted)
-    *mean, rstd = statistics
-    # Groups of neighbouring rows that share all parameters' rows; each is summed in parts.
-    group_rows = min((rows.inner for rows in scale_rows if rows and rows.own > 1), default=r)
-    arrays = {"x_ptr": x, "scale_ptr": scale, "g_ptr": g, "mean_ptr": mean[0] if mean else None, "rstd_ptr": rstd}
-    numbers: dict[str, Any] = {"n": n, "scale_offset": launch.options["scale_offset"], "UNIT": unit(n)}
-    numbers |= rows_of("scale", scale_rows[0])
-    parameters = operands[2 if adds else 1 :]
-    written = {"dscale": None, "dbias": None}
-    written |= {name: p.dtype for name, p, w in zip(written, parameters, wanted, strict=False) if w}
-    arrays_read, clusters = 2 if dsum is None else 3, has_clusters(launch) and n * x.dtype.itemsize % 16 == 0
-    heuristic = backward_config(launch.target, r, n, x.dtype.itemsize, arrays_read, clusters=clusters)
-    kernels, sizes = (_backward_kernel, _sums_kernel, _dx_kernel), {"r": r, "groups": r // group_rows}
-    config = launch.choose(heuristic, kernels, (x, scale, g, dsum), sizes, n=n, wanted=tuple(wanted))
-    numbers["backend_options"] = _backend_options(launch, config)
-    run = _rows if fits(launch, config, n) else _long
-    dx, partial = run(launch, config, group_rows, written, arrays, dsum, numbers)
-    totals = _totals(launch, partial, group_rows, scale_rows, parameters, wanted)
-    return *([dx if w else None for w in launch.wanted[:2]] if adds else [dx]), *totals
+    count = r // group_rows
+    groups = _groups(config, count, group_rows)
+    sums = _sum_types(count, groups.parts, n, dtypes)
+    shared = host.clustered(config, n, count * groups.parts) | arguments
+    outputs = {"dx_ptr": jax.ShapeDtypeStruct((r, n), x.dtype), **sums}
+    got = launch(_backward_kernel, outputs=outputs, groups=groups, flops=16 * r * n, **shared)
+    return got["dx_ptr"], [got[name] for name in sums if got[name] is not None]
 
 
-def _parts(config: Config, groups: int, group_rows: int, blocks: int = 1) -> tuple[int, int]:
-    """-> parts of a group, tiles of a part."""
-    total = cdiv(group_rows, config["BLOCK_M"])
-    tiles = cdiv(total, min(total, max(1, config["PROGRAMS"] // (groups * blocks))))
-    return cdiv(total, tiles), tiles
-
-
-def _rows(launch: Launch, config: Config, group_rows: int, written, arrays, dsum, numbers):
-    """dx, and a part's sums per program: arrays [groups, parts, n]."""
-    r, n = arrays["x_ptr"].shape
-    groups = r // group_rows
-    parts, tiles = _parts(config, groups, group_rows)
-    dx, *partial = launch(
-        _backward_kernel, **arrays, dsum_ptr=dsum, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
-        **absent(_asked(written)),
-        config=config, flops=16 * r * n, STAGES=config["num_stages"] or 1,
-        **cluster_parts(config, n, groups * parts),
-        out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype), *_sum_types(groups, parts, n, written)],
-    )  # fmt: skip
-    return dx, partial
-
-
-def _long(launch: Launch, config: Config, group_rows: int, written, arrays, dsum, numbers):
+def _long(launch: Launch, config: Config, arguments: dict[str, Any], group_rows: int, dtypes):
     """The same in two launches."""
-    r, n = arrays["x_ptr"].shape
-    groups, blocks = r // group_rows, cdiv(n, config["BLOCK_N"])
-    parts, tiles = _parts(config, groups, group_rows, blocks)
-    centred = arrays["mean_ptr"] is not None
-    shares = jax.ShapeDtypeStruct((r, blocks), jnp.float32)
-    *partial, sum_wx = launch(
-        _sums_kernel, **arrays, **numbers, tiles=tiles, parts=parts, group_rows=group_rows,
-        **absent(_asked(written) | {"sum_w": centred}), name=f"{launch.stage}_sums", config=config, flops=10 * r * n,
-        STAGES=config["num_stages"] or 1, grid=groups * parts * blocks,
-        out_type=_sum_types(groups, parts, n, written) + [shares] * (1 + centred),
-    )  # fmt: skip
+    given = arguments["given"]
+    r, n = given.x.shape
+    count, blocks = r // group_rows, cdiv(n, config["BLOCK_N"])
+    groups = _groups(config, count, group_rows, blocks)
+    share = jax.ShapeDtypeStruct((r, blocks), jnp.float32)
+    sums = _sum_types(count, groups.parts, n, dtypes)
+    arguments |= {"INDEX": host.index_type(n)}
+    got = launch(
+        _sums_kernel,
+        outputs={**sums, "sum_w_ptr": None if given.mean is None else share, "sum_wx_ptr": share},
+        config=config.without("PROGRAMS"),
+        grid=count * groups.parts * blocks,
+        name=f"{launch.stage}_sums",
+        flops=10 * r * n,
+        groups=groups,
+        STAGES=host.stages(config),
+        **arguments,
+    )
     block = config["BLOCK_M"] * config["BLOCK_N"]
-    (dx,) = launch(
-        _dx_kernel, **arrays, dsum_ptr=dsum, **numbers, shares=blocks, sum_w_ptr=partial.pop() if centred else None,
-        sum_wx_ptr=sum_wx, SHARES=next_power_of_2(blocks), config=Config(BLOCK_N=block, num_warps=config["num_warps"]),
-        out_type=[jax.ShapeDtypeStruct((r, n), arrays["x_ptr"].dtype)], flops=8 * r * n, grid=r * cdiv(n, block),
-    )  # fmt: skip
-    return dx, partial
+    dx = launch(
+        _dx_kernel,
+        outputs={"dx_ptr": jax.ShapeDtypeStruct((r, n), given.x.dtype)},
+        config=Config(BLOCK_N=block, num_warps=config["num_warps"]),
+        grid=r * cdiv(n, block),
+        flops=8 * r * n,
+        shares=Shares(got["sum_w_ptr"], got["sum_wx_ptr"], blocks),
+        SHARES=next_power_of_2(blocks),
+        **arguments,
+    )
+    return dx["dx_ptr"], [got[name] for name in sums if got[name] is not None]
 
 
-def _asked(written: dict[str, Any]) -> dict[str, bool]:
-    return {name: dtype is not None for name, dtype in written.items()}
-
-
-def _sum_types(groups: int, parts: int, n: int, written: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+def _sum_types(groups: int, parts: int, n: int, dtypes: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct | None]:
     """Sums of parts are float32; what needs no second stage has its parameter's dtype at once."""
     done = groups == parts == 1
-    return [
-        jax.ShapeDtypeStruct((groups, parts, n), dtype if done else jnp.float32) for dtype in written.values() if dtype is not None
-    ]
+    of = lambda name: jax.ShapeDtypeStruct((groups, parts, n), dtypes[name] if done else jnp.float32) if name in dtypes else None
+    return {"dscale_ptr": of("scale"), "dbias_ptr": of("bias")}
 
 
-def _totals(launch: Launch, partial, group_rows: int, rows, parameters, wanted) -> list:
-    """Gradients of scale and bias from sums [groups, parts, n]."""
+def _totals(launch: Launch, partial: list, group_rows: int, rows: dict[str, Any], dtypes: dict[str, Any]) -> dict[str, jax.Array]:
+    """Gradients of scale and bias from sums [groups, parts, n], in the order of `dtypes`."""
     if not partial:
-        return [None] * len(wanted)
+        return {}
     groups = partial[0].shape[0]
-    given = [p for p, w in zip(parameters, wanted, strict=True) if w]
-    totals = iter(sum_parts(launch, partial, [p.dtype if groups == 1 else jnp.float32 for p in given]))
-
-    def complete(own: Rows, group_sums):
-        return group_sums if groups == 1 else _shared(own, group_sums, group_rows)
-
-    return [complete(own, next(totals)) if w else None for own, w in zip(rows, wanted, strict=True)]
+    totals = sum_parts(launch, partial, [dtype if groups == 1 else jnp.float32 for dtype in dtypes.values()])
+    return {name: _complete(rows[name], total, group_rows) for name, total in zip(dtypes, totals, strict=True)}
 
 
-def _shared(own: Rows, group_sums, group_rows: int):
+def _complete(own: Rows, group_sums, group_rows: int):
     """Groups' sums into one per row of the parameter."""
+    if len(group_sums) == 1:
+        return group_sums
     if own.own > 1:
-        return Rows(own.outer, own.own, own.inner // group_rows).sum(group_sums)
+        return Rows(own.inner // group_rows, own.own).sum(group_sums)
     return group_sums.sum(0, keepdims=True)

@@ -5,18 +5,44 @@ read twice: once for their statistics, once to be normalised; by one program eac
 launches.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
-from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.device.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device.rows import counted, multiple_of, own_row, unit
+from jtops.core.sizes import next_power_of_2
+from jtops.kernels._lib.device.rows import length
+from jtops.kernels._lib.device.rows import row as row_of
 from jtops.kernels._lib.frame.launch import Config, Launch
-from jtops.kernels._lib.frame.launch import OuterRows as Rows
+from jtops.kernels._lib.rows import host
+from jtops.kernels._lib.rows.cluster import cluster_gather, members, part_of_row
+from jtops.kernels._lib.rows.device import of_parts, part_of_long_row, rows_of_tile
 from jtops.kernels.norm.config import forward_config, tail
+
+
+class Norm(NamedTuple):
+    """What a norm reads. Of each its array, None where it is absent; or its `Rows`, None where they serve the call's rows plainly:
+    x and the residual row by row, scale and bias with one for all."""
+
+    x: Any = None
+    residual: Any = None
+    scale: Any = None
+    bias: Any = None
+
+
+class Statistics(NamedTuple):
+    """What is found first of each part of a long row: its mean, unless nothing is centred, and its sum of squared deviations."""
+
+    means: Any
+    squares: Any
+
+
+class Numbers(NamedTuple):
+    """What is added: to the variance, and to each element of scale."""
+
+    epsilon: float
+    scale_offset: float
 
 
 @triton.jit
@@ -26,22 +52,24 @@ def mean_of(total, n):
 
 
 @triton.jit
-def parameter(ptr, rows, cols, mask, n, inner, own, EACH: tl.constexpr):
-    """A tile of scale or bias in float32. EACH: the rows of x may have different ones (see `Rows`)."""
-    if EACH:
-        p = tl.load(ptr + own_row(rows, inner, own)[:, None] * n + cols, mask=mask, other=0.0)
+def _parameter(ptr, own, rows, cols, mask, inside_n, n):
+    """A tile of scale or bias in float32, of a row for each of `rows` if it has its `own`."""
+    if own is not None:
+        p = tl.load(ptr + row_of(rows, own)[:, None] * n + cols, mask=mask, other=0.0)
     else:
-        p = tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
+        p = tl.load(ptr + cols, mask=inside_n, other=0.0, eviction_policy="evict_last")
     return p.to(tl.float32)
 
 
 @triton.jit
-def _input(x_ptr, residual_ptr, sum_ptr, offsets, rows, cols, mask, n, inner, own, SHARED: tl.constexpr, EVICT: tl.constexpr):
+def _input(norm, residual_rows, sum_ptr, offsets, rows, cols, mask, n, EVICT: tl.constexpr):
     """A float32 tile of x; of x + residual as it is stored, where there is a residual, which rows may share."""
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    if residual_ptr is not None:
-        residual_offsets = own_row(rows, inner, own) * n + cols if SHARED else offsets
-        x = (x + tl.load(residual_ptr + residual_offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+    x = tl.load(norm.x + offsets, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if norm.residual is not None:
+        residual_offsets = offsets
+        if residual_rows is not None:
+            residual_offsets = row_of(rows, residual_rows) * n + cols
+        x = (x + tl.load(norm.residual + residual_offsets, mask=mask, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + offsets, x, mask=mask)
         x = x.to(tl.float32)
     return x
@@ -73,41 +101,51 @@ def _of_cluster(mean, square, turn, n, part_n, CENTRED: tl.constexpr, CLUSTER: t
 
 
 @triton.jit
-def _normalised(
-    x, rstd, rows, cols, mask, inside_n, scale_ptr, scale, bias_ptr, bias,
-    n, scale_inner, scale_own, bias_inner, bias_own, scale_offset,
-    SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr, HOLD: tl.constexpr,
-):  # fmt: skip
-    """y of a tile of deviations x; `scale` and `bias` are what is held of them."""
-    y = x * rstd[:, None]
-    if scale_ptr is not None:
-        if not HOLD or SCALE_EACH:
-            scale = parameter(scale_ptr, rows, cols, mask if SCALE_EACH else inside_n, n, scale_inner, scale_own, SCALE_EACH)
+def _scaled(y, rows, cols, mask, inside_n, norm, scale_rows, bias_rows, scale, bias, n, scale_offset, HOLD: tl.constexpr):
+    """A tile of normalised rows times scale plus bias, of which `scale` and `bias` are what is held."""
+    if norm.scale is not None:
+        if not HOLD or scale_rows is not None:
+            scale = _parameter(norm.scale, scale_rows, rows, cols, mask, inside_n, n)
         y = y * (scale + scale_offset)
-    if bias_ptr is not None:
-        if not HOLD or BIAS_EACH:
-            bias = parameter(bias_ptr, rows, cols, mask if BIAS_EACH else inside_n, n, bias_inner, bias_own, BIAS_EACH)
+    if norm.bias is not None:
+        if not HOLD or bias_rows is not None:
+            bias = _parameter(norm.bias, bias_rows, rows, cols, mask, inside_n, n)
         y = y + bias
     return y
 
 
 @triton.jit
-def _held(ptr, cols, inside_n, n, HELD: tl.constexpr):
+def _held(ptr, own, cols, inside_n, n, HOLD: tl.constexpr):
     p = 0.0
-    if HELD and ptr is not None:
-        p = parameter(ptr, None, cols, inside_n, n, 1, 1, False)
+    if HOLD and ptr is not None:  # noqa: SIM102 known while compiling, unlike what it loads
+        if own is None:
+            p = _parameter(ptr, None, None, cols, None, inside_n, n)
     return p
 
 
-@counted
+@triton.jit(do_not_specialize_on_alignment=["own", "work"])
 def _forward_kernel(
-    x_ptr, residual_ptr, scale_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
-    r, n, tiles, programs, part_n, residual_inner, residual_own, scale_inner, scale_own, bias_inner, bias_own,
-    epsilon, scale_offset, SHARED: tl.constexpr, CENTRED: tl.constexpr, SCALE_EACH: tl.constexpr, BIAS_EACH: tl.constexpr,
-    HOLD: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TAIL: tl.constexpr, CLUSTER: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """One program: `tiles` tiles of BLOCK_M whole rows, `programs` tiles apart; of a cluster, the same `part_n` columns of each.
+    norm,
+    own,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    n,
+    part_n,
+    work,
+    numbers,
+    CENTRED: tl.constexpr,
+    HOLD: tl.constexpr,
+    UNIT: tl.constexpr,
+    TAIL: tl.constexpr,
+    FULL: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: the tiles of BLOCK_M whole rows that `work` gives it; of a cluster, the same `part_n` columns of each.
 
     Nothing is carried from one tile to the next. Rows a little longer than a power of two have a second tile, of their TAIL.
 
@@ -115,30 +153,27 @@ def _forward_kernel(
     bias stays in registers; else it is read when it is needed, so that registers serve rows on their way.
     """
     pid = tl.program_id(0).to(tl.int64)
-    n = multiple_of(n, UNIT)
+    n = length(n, UNIT, None)
     pid, part, cols, inside_n = part_of_row(pid, part_n, n, BLOCK_N, CLUSTER, FULL)
     own_n = n if CLUSTER == 1 else tl.minimum(part_n, n - part * part_n)
-    scale = _held(scale_ptr, cols, inside_n, n, HOLD and not SCALE_EACH)
-    bias = _held(bias_ptr, cols, inside_n, n, HOLD and not BIAS_EACH)
+    # Triton 3.6 forgets, in a loop, a 1 that it compiles into a bundle's bundle.
+    residual_rows, scale_rows, bias_rows = own.residual, own.scale, own.bias
+    scale = _held(norm.scale, scale_rows, cols, inside_n, n, HOLD)
+    bias = _held(norm.bias, bias_rows, cols, inside_n, n, HOLD)
     if TAIL > 0:
         cols_t = BLOCK_N + tl.arange(0, TAIL)[None, :]
         inside_t = cols_t < n
-        scale_t = _held(scale_ptr, cols_t, inside_t, n, HOLD and not SCALE_EACH)
-        bias_t = _held(bias_ptr, cols_t, inside_t, n, HOLD and not BIAS_EACH)
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (rows < r)[:, None] & inside_n
+        scale_t = _held(norm.scale, scale_rows, cols_t, inside_t, n, HOLD)
+        bias_t = _held(norm.bias, bias_rows, cols_t, inside_t, n, HOLD)
+    for i in tl.range(0, work.tiles, num_stages=STAGES):
+        rows = rows_of_tile(i, pid, work, BLOCK_M)
+        mask = (rows < work.r)[:, None] & inside_n
         offsets = rows[:, None] * n + cols
-        x = _input(
-            x_ptr, residual_ptr, sum_ptr, offsets, rows[:, None], cols, mask, n, residual_inner, residual_own, SHARED, "evict_first"
-        )  # fmt: skip
+        x = _input(norm, residual_rows, sum_ptr, offsets, rows[:, None], cols, mask, n, "evict_first")
         if TAIL > 0:
-            mask_t = (rows < r)[:, None] & inside_t
+            mask_t = (rows < work.r)[:, None] & inside_t
             offsets_t = rows[:, None] * n + cols_t
-            t = _input(
-                x_ptr, residual_ptr, sum_ptr, offsets_t, rows[:, None], cols_t, mask_t, n, residual_inner, residual_own, SHARED,
-                "evict_first",
-            )  # fmt: skip
+            t = _input(norm, residual_rows, sum_ptr, offsets_t, rows[:, None], cols_t, mask_t, n, "evict_first")
         mean = tl.zeros((BLOCK_M,), tl.float32)
         if CENTRED:
             mean = tl.sum(x, 1)
@@ -155,54 +190,70 @@ def _forward_kernel(
             whole, square = _of_cluster(mean, square, i, n, part_n, CENTRED, CLUSTER)
             x = tl.where(inside_n, x + (mean - whole)[:, None], 0.0)
             mean = whole
-        rstd = tl.rsqrt(mean_of(square, n) + epsilon)
+        rstd = tl.rsqrt(mean_of(square, n) + numbers.epsilon)
         if part == 0:
             if mean_ptr is not None:
-                tl.store(mean_ptr + rows, mean, mask=rows < r)
+                tl.store(mean_ptr + rows, mean, mask=rows < work.r)
             if rstd_ptr is not None:
-                tl.store(rstd_ptr + rows, rstd, mask=rows < r)
-        y = _normalised(
-            x, rstd, rows, cols, mask, inside_n, scale_ptr, scale, bias_ptr, bias,
-            n, scale_inner, scale_own, bias_inner, bias_own, scale_offset, SCALE_EACH, BIAS_EACH, HOLD,
-        )  # fmt: skip
+                tl.store(rstd_ptr + rows, rstd, mask=rows < work.r)
+        y = x * rstd[:, None]
+        y = _scaled(y, rows, cols, mask, inside_n, norm, scale_rows, bias_rows, scale, bias, n, numbers.scale_offset, HOLD)
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         if TAIL > 0:
-            y = _normalised(
-                t, rstd, rows, cols_t, mask_t, inside_t, scale_ptr, scale_t, bias_ptr, bias_t,
-                n, scale_inner, scale_own, bias_inner, bias_own, scale_offset, SCALE_EACH, BIAS_EACH, HOLD,
-            )  # fmt: skip
+            y = t * rstd[:, None]
+            y = _scaled(
+                y, rows, cols_t, mask_t, inside_t, norm, scale_rows, bias_rows, scale_t, bias_t, n, numbers.scale_offset, HOLD
+            )
             tl.store(y_ptr + offsets_t, y.to(y_ptr.dtype.element_ty), mask=mask_t)
 
 
-@counted
+@triton.jit
+def _base(own, row, n):
+    """Where the row of scale or bias begins that serves a row."""
+    base = row * 0
+    if own is not None:
+        base = row_of(row, own) * n
+    return base
+
+
+@triton.jit(do_not_specialize_on_alignment=["own", "split"])
 def _long_forward_kernel(
-    x_ptr, residual_ptr, scale_ptr, bias_ptr, means_ptr, squares_ptr,
-    y_ptr, sum_ptr, mean_ptr, rstd_ptr, part_means_ptr, part_squares_ptr,
-    n, splits, per_split, residual_inner, residual_own, scale_inner, scale_own, bias_inner, bias_own, epsilon, scale_offset,
-    SHARED: tl.constexpr, CENTRED: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
+    norm,
+    own,
+    found,
+    y_ptr,
+    sum_ptr,
+    mean_ptr,
+    rstd_ptr,
+    part_means_ptr,
+    part_squares_ptr,
+    n,
+    split,
+    numbers,
+    CENTRED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one part of a row. It finds the part's statistics, unless all parts' are `found`; then it writes them, where they
+    are asked for, and else the result.
 
     Loop invariant of the first pass: lane j has the mean, and the sum of squared deviations from it, of the elements j, j + BLOCK_N
     ... so far (Welford). The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
-    row, split = pid // splits, (pid % splits).to(tl.int32)
-    n = multiple_of(n, UNIT)
-    first = split * per_split
-    last = tl.minimum(first + per_split, n)
-    blocks = tl.cdiv(last - first, BLOCK_N)
+    n = length(n, UNIT, split.index)
+    row, part, size, first, last, blocks = part_of_long_row(pid, n, split, 1, BLOCK_N)
     lanes = tl.arange(0, BLOCK_N)
     base = row * n
-    if STATISTICS:
+    residual_rows = own.residual
+    if found.squares is None:
         means = tl.zeros((BLOCK_N,), tl.float32)
         squares = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + i * BLOCK_N + lanes
-            x = _input(
-                x_ptr, residual_ptr, sum_ptr, base + cols, row, cols, cols < last, n, residual_inner, residual_own, SHARED, ""
-            )  # fmt: skip
+            x = _input(norm, residual_rows, sum_ptr, base + cols, row, cols, cols < last, n, "")
             if CENTRED:
                 step = tl.where(cols < last, x - means, 0.0)
                 means += step * (1.0 / tl.full((), i + 1, tl.float32))
@@ -214,130 +265,105 @@ def _long_forward_kernel(
             mean, square = _merged(means, squares, counts, last - first)
         else:
             mean, square = 0.0, tl.sum(squares, 0)
-        if not APPLY:
-            if CENTRED:
-                tl.store(part_means_ptr + pid, mean)
-            tl.store(part_squares_ptr + pid, square)
     else:
-        parts = tl.arange(0, SPLITS)
-        squares = tl.load(squares_ptr + row * splits + parts, mask=parts < splits, other=0.0)
+        squares = of_parts(found.squares, row, split, SPLITS, 0.0)
         if CENTRED:
-            means = tl.load(means_ptr + row * splits + parts, mask=parts < splits, other=0.0)
-            counts = tl.maximum(tl.minimum(n - parts * per_split, per_split), 0).to(tl.float32)
+            means = of_parts(found.means, row, split, SPLITS, 0.0)
+            counts = tl.maximum(tl.minimum(n - tl.arange(0, SPLITS) * size, size), 0).to(tl.float32)
             mean, square = _merged(means, squares, counts, n)
         else:
             mean, square = 0.0, tl.sum(squares, 0)
-    if APPLY:
-        rstd = tl.rsqrt(mean_of(square, n) + epsilon)
-        if split == 0:
+    if part_squares_ptr is not None:
+        if CENTRED:
+            tl.store(part_means_ptr + pid, mean)
+        tl.store(part_squares_ptr + pid, square)
+    else:
+        rstd = tl.rsqrt(mean_of(square, n) + numbers.epsilon)
+        if part == 0:
             if mean_ptr is not None:
                 tl.store(mean_ptr + row, mean)
             if rstd_ptr is not None:
                 tl.store(rstd_ptr + row, rstd)
-        scale_base = own_row(row, scale_inner, scale_own) * n
-        bias_base = own_row(row, bias_inner, bias_own) * n
-        if STATISTICS and residual_ptr is not None:
+        scale_base, bias_base = _base(own.scale, row, n), _base(own.bias, row, n)
+        if norm.residual is not None:
             tl.debug_barrier()  # the sum is read by other threads than those that wrote it
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + (blocks - 1 - i) * BLOCK_N + lanes
-            if residual_ptr is not None and STATISTICS:
+            if norm.residual is not None:
                 x = tl.load(sum_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)
             else:
-                x = tl.load(x_ptr + base + cols, mask=cols < last, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                x = tl.load(norm.x + base + cols, mask=cols < last, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = (x - mean) * rstd
-            if scale_ptr is not None:
-                y = y * (tl.load(scale_ptr + scale_base + cols, mask=cols < last, other=0.0).to(tl.float32) + scale_offset)
-            if bias_ptr is not None:
-                y = y + tl.load(bias_ptr + bias_base + cols, mask=cols < last, other=0.0).to(tl.float32)
+            if norm.scale is not None:
+                scale = tl.load(norm.scale + scale_base + cols, mask=cols < last, other=0.0).to(tl.float32)
+                y = y * (scale + numbers.scale_offset)
+            if norm.bias is not None:
+                y = y + tl.load(norm.bias + bias_base + cols, mask=cols < last, other=0.0).to(tl.float32)
             tl.store(y_ptr + base + cols, y.to(y_ptr.dtype.element_ty), mask=cols < last, eviction_policy="evict_first")
 
 
-def absent(present: dict[str, bool]) -> dict[str, Any]:
-    """Keywords of the result pointers that are not there."""
-    return {f"{name}_ptr": None for name, there in present.items() if not there}
+def _served(launch: Launch, operands, x: str, residual: str) -> Norm:
+    """Whose rows serve a call's rows otherwise than plainly, by what the kernel calls its operands."""
+    rows = launch.rows._asdict()
+    own = {name: rows.get(name) for name in ("scale", "bias")}
+    return Norm(
+        residual=rows[residual] if residual in rows and rows[residual].own < launch.batch else None,
+        **{name: r if r is not None and r.own > 1 else None for name, r in own.items()},
+    )
 
 
-def rows_of(name: str, rows: Rows | None) -> dict[str, Any]:
-    """Keywords that say which row of a parameter serves which row of x."""
-    return {f"{name}_inner": rows.inner if rows else 1, f"{name}_own": rows.own if rows else 1}
-
-
-def forward(launch: Launch, x, *others):
-    """Launcher of all four ops; of those that add, the residual comes after x, and their sum after the result."""
-    residual: Any = None
-    dtype, x_rows, residual_rows = x.dtype, launch.rows[0], None
-    parameters, parameter_rows = others, launch.rows[1:]
-    if adds := launch.op.startswith("add_"):
-        residual, parameters, residual_rows, parameter_rows = others[0], others[1:], launch.rows[1], launch.rows[2:]
-        if x_rows.own < launch.batch == residual_rows.own:  # the kernel lets rows share what it calls the residual
-            x, residual, x_rows, residual_rows = residual, x, residual_rows, x_rows
-    scale, bias = (*parameters, None)[:2]
-    scale_rows, bias_rows = (*parameter_rows, None)[:2]
-    x = x_rows.full(x)
-    r, n = x.shape
-    centred = launch.op.endswith("layer_norm")
-    clusters = has_clusters(launch) and n * x.dtype.itemsize % 16 == 0
-    heuristic = forward_config(launch.target, r, n, x.dtype.itemsize, 1 + adds, clusters=clusters)
-    each = tuple(p is not None and p.own > 1 for p in (scale_rows, bias_rows))
-    shared = residual_rows is not None and residual_rows.own < r
-    kernels = (_forward_kernel, _long_forward_kernel)
-    config = launch.choose(heuristic, kernels, (x, residual, scale, bias), {"r": r}, n=n, each=each, shared=shared)
-    results = {"y": jax.ShapeDtypeStruct(x.shape, dtype)}
-    if adds:
-        results["sum"] = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, residual.dtype))
-    if launch.residuals:
-        results |= {name: jax.ShapeDtypeStruct((r,), jnp.float32) for name in ("mean", "rstd")[not centred :]}
-    run = _rows if fits(launch, config, n - tail(config, n)) else _long
-    numbers = {
+def forward(launch: Launch, operands, *, adds: bool, centred: bool) -> tuple:
+    """Launcher of all four ops. They differ in whether they add a residual to x, and whether they centre."""
+    x, residual = "x", "residual"
+    if adds and launch.rows.x.own < launch.batch == launch.rows.residual.own:
+        x, residual = residual, x  # the kernel lets rows share what it calls the residual
+    given = operands._asdict()
+    norm = Norm(launch.full(x, given[x]), given.get(residual), operands.scale, given.get("bias"))
+    r, n = norm.x.shape
+    arguments = {
+        "norm": norm,
+        "own": _served(launch, operands, x, residual),
         "n": n,
-        "epsilon": launch.options["epsilon"],
-        "scale_offset": launch.options["scale_offset"],
-        "SHARED": shared,
+        "numbers": Numbers(launch.options["epsilon"], launch.options["scale_offset"]),
         "CENTRED": centred,
-        "UNIT": unit(n),
-        "STAGES": config["num_stages"] or 1,
-        **rows_of("residual", residual_rows),
-        **rows_of("scale", scale_rows),
-        **rows_of("bias", bias_rows),
+        "UNIT": host.unit(n),
     }
-    got = run(launch, config, {"x_ptr": x, "residual_ptr": residual, "scale_ptr": scale, "bias_ptr": bias}, results, numbers)
-    return tuple(got[name] for name in results)
+    heuristic = forward_config(launch, r, n, norm.x.dtype.itemsize, arrays=1 + adds)
+    config = launch.choose(heuristic, (_forward_kernel, _long_forward_kernel), arguments, r=next_power_of_2(r))
+    of_rows = jax.ShapeDtypeStruct((r,), jnp.float32) if launch.residuals else None
+    outputs = {
+        "y_ptr": jax.ShapeDtypeStruct((r, n), operands.x.dtype),
+        "sum_ptr": jax.ShapeDtypeStruct((r, n), jnp.promote_types(norm.x.dtype, norm.residual.dtype)) if adds else None,
+        "mean_ptr": of_rows if centred else None,
+        "rstd_ptr": of_rows,
+    }
+    run = _whole if n - tail(config, n) <= host.room(config) else _long
+    got = run(launch, config, arguments, outputs)
+    return tuple(value for value in got.values() if value is not None)
 
 
-def _rows(launch: Launch, config: Config, arrays, results, numbers) -> dict[str, jax.Array]:
-    r, n = arrays["x_ptr"].shape
-    total = cdiv(r, config["BLOCK_M"])
-    programs = min(config["PROGRAMS"], total)
-    out = launch(
-        _forward_kernel, **arrays, **numbers, **absent({name: name in results for name in ("sum", "mean", "rstd")}),
-        **cluster_parts(config, n, programs), r=r, tiles=cdiv(total, programs), programs=programs, config=config, flops=8 * r * n,
-        out_type=list(results.values()), SCALE_EACH=numbers["scale_own"] > 1, BIAS_EACH=numbers["bias_own"] > 1,
-        HOLD=programs < total, TAIL=tail(config, n),
-    )  # fmt: skip
-    return dict(zip(results, out, strict=True))
+def _whole(launch: Launch, config: Config, arguments: dict[str, Any], outputs) -> dict[str, Any]:
+    r, n = arguments["norm"].x.shape
+    shared = host.whole_rows(config, r, n)
+    hold = shared["work"].tiles > 1
+    return launch(_forward_kernel, outputs=outputs, flops=8 * r * n, HOLD=hold, TAIL=tail(config, n), **shared, **arguments)
 
 
-def _long(launch: Launch, config: Config, arrays, results, numbers) -> dict[str, jax.Array]:
-    x, block = arrays["x_ptr"], config["BLOCK_N"]
-    r, n = x.shape
-    per_split = cdiv(cdiv(n, block), max(1, config["PROGRAMS"] // r)) * block
-    splits = cdiv(n, per_split)
-    shared = {**numbers, "config": config, "flops": 8 * r * n, "grid": r * splits, "splits": splits, "per_split": per_split}
-    shared |= {"SPLITS": next_power_of_2(splits), "means_ptr": None, "squares_ptr": None}
-
-    def run(given, wanted: dict[str, jax.ShapeDtypeStruct], **more):
-        missing = absent({name: name in wanted for name in ("y", "sum", "mean", "rstd", "part_means", "part_squares")})
-        out = launch(_long_forward_kernel, **given, **{**shared, **more}, **missing, out_type=list(wanted.values()))
-        return dict(zip(wanted, out, strict=True))
-
-    if splits == 1:
-        return run(arrays, results, STATISTICS=True, APPLY=True)
-    early = {name: t for name, t in results.items() if name == "sum"}
-    late = {name: t for name, t in results.items() if name != "sum"}
-    parts = ["part_means", "part_squares"][not numbers["CENTRED"] :]
-    part = dict.fromkeys(parts, jax.ShapeDtypeStruct((r, splits), jnp.float32))
-    without = {**arrays, "scale_ptr": None, "bias_ptr": None}
-    done = run(without, early | part, STATISTICS=True, APPLY=False, name=f"{launch.stage}_statistics")
-    ready = {**arrays, "x_ptr": done.get("sum", x), "residual_ptr": None}
-    got = run(ready, late, STATISTICS=False, APPLY=True, means_ptr=done.get("part_means"), squares_ptr=done["part_squares"])
-    return done | got
+def _long(launch: Launch, config: Config, arguments: dict[str, Any], outputs) -> dict[str, Any]:
+    """One launch; two where rows have several parts. The first finds the parts' statistics, and the sum if one is asked for."""
+    norm = arguments["norm"]
+    r, n = norm.x.shape
+    shared = {**arguments, **host.long_rows(config, r, n), "flops": 8 * r * n}
+    nothing = {"part_means_ptr": None, "part_squares_ptr": None}
+    if shared["split"].splits == 1:
+        return launch(_long_forward_kernel, outputs=outputs | nothing, found=Statistics(None, None), **shared)
+    part = jax.ShapeDtypeStruct((r, shared["split"].splits), jnp.float32)
+    parts = {"part_means_ptr": part if arguments["CENTRED"] else None, "part_squares_ptr": part}
+    wanted = {**dict.fromkeys(outputs), "sum_ptr": outputs["sum_ptr"], **parts}
+    first = shared | {"norm": norm._replace(scale=None, bias=None)}
+    got = launch(_long_forward_kernel, outputs=wanted, name=f"{launch.stage}_statistics", found=Statistics(None, None), **first)
+    found = Statistics(got["part_means_ptr"], got["part_squares_ptr"])
+    if got["sum_ptr"] is not None:
+        shared["norm"] = norm._replace(x=got["sum_ptr"], residual=None)
+    late = launch(_long_forward_kernel, outputs={**outputs, "sum_ptr": None, **nothing}, found=found, **shared)
+    return late | {"sum_ptr": got["sum_ptr"]}

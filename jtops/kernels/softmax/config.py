@@ -1,52 +1,50 @@
 """How the softmax family is tiled where the call does not say. Measured on an H200, 30 November 2026."""
 
 from jtops.core.sizes import next_power_of_2
-from jtops.core.target import Target
-from jtops.kernels._lib.frame.launch import Config, stages_that_fit
+from jtops.kernels._lib.frame.launch import Config, Launch, stages_that_fit
+from jtops.kernels._lib.rows.host import ALL
 
-_ALL = 1 << 30  # PROGRAMS: one for each tile
+_KIB = 1024
 
 
-def rows_config(
-    target: Target, r: int, n: int, itemsize: int, arrays: int, *, writes: bool = True, clusters: bool = False
-) -> Config:
+def rows_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: int, writes: bool) -> Config:
     """Blocks for r rows of n elements of that size, of which a program reads so many arrays, and writes as many elements or none.
 
     Rows up to 1024 have a warp, which needs no barrier; longer ones have 512 to 1024 elements a warp, so that many programs share a
     multiprocessor and one's reductions hide behind another's loads. Past 64 KiB registers hold no row: two passes, or clusters.
     """
-    block_n, nbytes = next_power_of_2(n), next_power_of_2(n) * itemsize
+    block_n, nbytes, target = next_power_of_2(n), next_power_of_2(n) * itemsize, launch.target
+    whole = {"BLOCK_M": max(1, 1024 // block_n), "BLOCK_N": block_n, "PROGRAMS": ALL}
+    near = target.multiprocessors // 16 * 16  # programs that fill the GPU and divide the usual numbers of rows
+    twice = Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=4 * near, num_warps=16)
     aligned = n * itemsize % 16 == 0
-    clusters = clusters and aligned
-    if r < 512 and nbytes > 65536:
-        return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=512, num_warps=8)
+    clusters = launch.clusters and aligned
+    if nbytes > 64 * _KIB and r < 4 * near:  # few rows: several programs each
+        return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=4 * near, num_warps=8)
     if not writes:
-        if block_n > 8192:
-            return Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=512, num_warps=16)
-        return Config(BLOCK_M=max(1, 1024 // block_n), BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=max(1, block_n // 2048))
+        return twice if block_n > 8192 else Config(**whole, num_warps=max(1, block_n // 2048))
+    if block_n <= 1024:
+        return Config(**whole, num_warps=1)
     if block_n <= 8192:
-        warps = max(1, min(8, block_n // (1024 if arrays == 1 else 512)))
-        return Config(BLOCK_M=max(1, 1024 // block_n), BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=1 if block_n <= 1024 else warps)
-    if clusters and arrays == 2 and 65536 <= nbytes <= 131072:
-        block = block_n // 4 if nbytes == 65536 else block_n // 8
-        programs = 1024 if nbytes == 65536 else 512
-        return Config(BLOCK_M=1, BLOCK_N=block, PROGRAMS=programs, num_warps=16, num_stages=3, cluster_size=block_n // block)
-    if clusters and arrays == 1 and nbytes == 131072:
-        return Config(BLOCK_M=1, BLOCK_N=block_n // 8, PROGRAMS=_ALL, num_warps=8, cluster_size=8)
-    if arrays == 1 and block_n == 16384 and itemsize == 2 and r >= 512:  # the second pass reads what the first left in the L1 cache
-        return Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=512, num_warps=16)
-    if nbytes <= 65536 and (aligned or nbytes < 65536):
-        warps = block_n // 1024
+        return Config(**whole, num_warps=min(8, block_n // (1024 if arrays == 1 else 512)))
+    if clusters and arrays == 2 and 64 * _KIB <= nbytes <= 128 * _KIB:
+        size, programs = (4, 8 * near) if nbytes == 64 * _KIB else (8, 4 * near)
+        return Config(BLOCK_M=1, BLOCK_N=block_n // size, PROGRAMS=programs, num_warps=16, num_stages=3, cluster_size=size)
+    if clusters and arrays == 1 and nbytes == 128 * _KIB:
+        return Config(BLOCK_M=1, BLOCK_N=block_n // 8, PROGRAMS=ALL, num_warps=8, cluster_size=8)
+    if arrays == 1 and nbytes == 32 * _KIB and r >= 4 * near:  # the second pass reads what the first left in the L1 cache
+        return twice
+    if nbytes < 64 * _KIB or (nbytes == 64 * _KIB and aligned):
         # 64 KiB at a time: one program a multiprocessor, with the next rows on their way while one is reduced.
-        if arrays * nbytes == 65536 and stages_that_fit(target, 3, 65536) == 3:
-            return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=128, num_warps=warps, num_stages=3)
-        return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=_ALL, num_warps=warps)
+        if arrays * nbytes == 64 * _KIB and stages_that_fit(target, 3, 64 * _KIB) == 3:
+            return Config(BLOCK_M=1, BLOCK_N=block_n, PROGRAMS=near, num_warps=block_n // 1024, num_stages=3)
+        return Config(**whole, num_warps=block_n // 1024)
     if not aligned:
-        return Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=512, num_warps=16)
-    block = 32768 // itemsize // arrays
+        return twice
     # Many loads on their way leave no room for other programs: so what they have read is still in the L2 cache when read again.
-    stages = stages_that_fit(target, 5, arrays * block * itemsize)
-    return Config(BLOCK_M=1, BLOCK_N=block, PROGRAMS=512, num_warps=16, num_stages=stages)
+    ahead = 32 * _KIB
+    stages = stages_that_fit(target, 5, ahead)
+    return Config(BLOCK_M=1, BLOCK_N=ahead // itemsize // arrays, PROGRAMS=4 * near, num_warps=16, num_stages=stages)
 
 
 def strided_config(b: int, n: int, inner: int, itemsize: int) -> Config:

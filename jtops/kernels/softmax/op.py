@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,11 @@ from jaxtyping import Array, Bool, Float
 
 from jtops.config import Implementation
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.frame.launch import Config, Launch
-from jtops.kernels._lib.frame.launch import OuterRows as Rows
+from jtops.kernels._lib.frame.launch import Config, Launch, Rows
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.precision import accumulator
-from jtops.kernels._lib.spec import Case, Input, Spec
 from jtops.kernels.softmax import rows, strided
+from jtops.kernels.softmax.rows import Kept
 
 
 def _softmax_reference(x, where, *, axes):
@@ -63,79 +63,89 @@ _REFERENCES = {"softmax": _softmax_reference, "log_softmax": _log_softmax_refere
 def _op(name: str, reduced: int, inner: int):
     """The op over `reduced` neighbouring axes, before the last `inner` ones. All stay apart until one device has them."""
     over, after = ([f"{letter}{i}" for i in range(count)] for letter, count in (("n", reduced), ("i", inner)))
-    whole, rest = " ".join(over + after), " ".join(after) or "()"
+    whole, rest = " ".join(over + after), " ".join(after)
     axes = tuple(range(-reduced - inner, -inner))
     return fused_op(
-        name, f"{whole}, {whole} -> {rest if name == 'logsumexp' else whole}",
-        residuals="" if name == "softmax" else f"{rest}, {rest}", saves=(0,) if name == "softmax" else (), whole=" ".join(over),
-        reference=functools.partial(_REFERENCES[name], axes=axes), forward=functools.partial(_forward, reduced),
-        backward=functools.partial(_backward, reduced), limits=checks.kernel_floats, blocks="BLOCK_M BLOCK_N PROGRAMS",
-    )  # fmt: skip
+        name,
+        operands={"x": whole, "where": whole},
+        results={"y": rest if name == "logsumexp" else whole},
+        residuals={} if name == "softmax" else {"top": rest, "log": rest},
+        saves=("y",) if name == "softmax" else (),
+        whole=" ".join(over),
+        reference=functools.partial(_REFERENCES[name], axes=axes),
+        forward=functools.partial(_forward, reduced),
+        backward=functools.partial(_backward, reduced),
+        limits=checks.kernel_floats,
+        blocks="BLOCK_M BLOCK_N PROGRAMS",
+    )
 
 
-def _merged(x, reduced: int, like=None):
+def _merged(x, reduced: int, like):
     """Core axes into two, [b, n, i]; of `where`, which is as large as `like` or of size 1, one of them if either has it in full."""
+    if x is None:
+        return None
     groups = []
     for axes in (range(1, 1 + reduced), range(1 + reduced, x.ndim)):
-        full = like is not None and any(x.shape[a] != 1 for a in axes)
+        full = any(x.shape[a] != 1 for a in axes)
         groups.append([like.shape[a] if full else x.shape[a] for a in axes])
     shape = (x.shape[0], *groups[0], *groups[1])
     return jnp.broadcast_to(x, shape).reshape(x.shape[0], math.prod(groups[0]), math.prod(groups[1]))
 
 
-def _few(b: int, n: int, inner: int) -> bool:
-    """Whether strided columns are so few and long that they would occupy a corner of the GPU: then a copy is cheaper."""
-    return n >= 4096 and b * inner * 2 < 64 * 32
+def as_rows(x):
+    """[b, n, i] as rows [b * i, n]; a copy only where i is more than 1."""
+    b, n, i = x.shape
+    return (x if i == 1 else x.transpose(0, 2, 1)).reshape(b * i, n)
 
 
-def _transposed(launch: Launch, x, where):
-    """The same call over rows."""
-    b, n, inner = x.shape
-    turn = lambda v: v.transpose(0, 2, 1).reshape(b * inner, n)
-    if where is not None:
-        where = turn(jnp.broadcast_to(launch.rows[1].full(where), x.shape))
-    return dataclasses.replace(launch, batch=b * inner, rows=(None, where if where is None else Rows(1, b * inner, 1))), turn, where
+def _from_rows(x, shape: tuple[int, int, int]):
+    """The inverse of `as_rows`."""
+    b, n, i = shape
+    return x.reshape(shape) if i == 1 else x.reshape(b, i, n).transpose(0, 2, 1)
 
 
-def _forward(reduced: int, launch: Launch, x, where):
-    x = launch.rows[0].full(x)
-    shape, keeps = x.shape, launch.residuals and launch.op != "softmax"
-    where = None if where is None else _merged(where, reduced, x)
-    x = _merged(x, reduced)
-    b, n, inner = x.shape
-    back = lambda v: v
-    if inner == 1:
-        out = rows.forward(launch, x[..., 0], where if where is None else where[..., 0], keeps)
-    elif _few(b, n, inner):
-        other, turn, where = _transposed(launch, x, where)
-        out = rows.forward(other, turn(x), where, keeps)
-        back = lambda v: v.reshape(b, inner, n).transpose(0, 2, 1) if v.ndim == 2 else v
+def _by_rows(b: int, n: int, i: int) -> bool:
+    """Whether [b, n, i] is read as rows: it is some, or strided columns so few and long that they would occupy a corner of the GPU,
+    where a copy is cheaper."""
+    return i == 1 or (n >= 4096 and b * i * 2 < 64 * 32)
+
+
+def _masked_rows(launch: Launch, where, shape: tuple[int, int, int]) -> tuple[Launch, Any]:
+    """-> the call over rows, and `where` for them: in place for rows, else copied as x is."""
+    b, _, i = shape
+    if where is not None and i == 1:
+        return launch, where.reshape(where.shape[:2])
+    rows = launch.rows._replace(where=None if where is None else Rows(1, b * i))
+    where = None if where is None else as_rows(jnp.broadcast_to(launch.full("where", where), shape))
+    return dataclasses.replace(launch, batch=b * i, rows=rows), where
+
+
+def _forward(reduced: int, launch: Launch, operands):
+    given = launch.full("x", operands.x)
+    x, where = (_merged(v, reduced, given) for v in (given, operands.where))
+    if _by_rows(*x.shape):
+        launch, where = _masked_rows(launch, where, x.shape)
+        y, *kept = rows.forward(launch, as_rows(x), where)
+        y = _from_rows(y, x.shape) if y.ndim == 2 else y
     else:
-        out = strided.forward(launch, x, where, keeps)
-    small = (shape[0], *shape[1 + reduced :])
-    return tuple(back(v).reshape(shape if i == 0 and launch.op != "logsumexp" else small) for i, v in enumerate(out))
+        y, *kept = strided.forward(launch, x, where)
+    small = (given.shape[0], *given.shape[1 + reduced :])
+    return y.reshape(small if launch.op == "logsumexp" else given.shape), *(v.reshape(small) for v in kept)
 
 
 def _backward(reduced: int, launch: Launch, operands, saved, cotangents):
-    (x, where), (g,), kept = operands, cotangents, list(saved)
-    a, *kept = kept if launch.op == "softmax" else (launch.rows[0].full(x), *kept)
-    shape = a.shape
-    where = None if where is None else _merged(where, reduced, a)
-    a = _merged(a, reduced)
-    b, n, inner = a.shape
-    g = g.reshape((b, inner) if launch.op == "logsumexp" else a.shape)
-    flat = lambda v: None if v is None else v.reshape(-1)
-    top, log = (flat(v) for v in kept) if kept else (None, None)
-    if inner == 1:
-        row = lambda v: None if v is None else v[..., 0]
-        dx = rows.backward(launch, row(a), row(g), top, log, row(where))
-    elif _few(b, n, inner):
-        other, turn, where = _transposed(launch, a, where)
-        dx = rows.backward(other, turn(a), turn(g) if g.ndim == 3 else flat(g), top, log, where)
-        dx = dx.reshape(b, inner, n).transpose(0, 2, 1)
+    given = saved.y if launch.op == "softmax" else launch.full("x", operands.x)
+    a, where = (_merged(v, reduced, given) for v in (given, operands.where))
+    b, _, i = a.shape
+    g = cotangents.y.reshape((b, i) if launch.op == "logsumexp" else a.shape)
+    kept = None if launch.op == "softmax" else Kept(saved.top.reshape(b * i), saved.log.reshape(b * i))
+    if _by_rows(*a.shape):
+        launch, where = _masked_rows(launch, where, a.shape)
+        dx = rows.backward(launch, as_rows(a), as_rows(g) if g.ndim == 3 else g.reshape(b * i), kept, where)
+        dx = _from_rows(dx, a.shape)
     else:
-        dx = strided.backward(launch, a, g, top, log, where)
-    return dx.reshape(shape), None
+        dx = strided.backward(launch, a, g, kept, where)
+    return dx.reshape(given.shape), None
 
 
 def _call(op: str, name: str, x, axis, where, **choice):
@@ -172,6 +182,9 @@ def softmax(
 
     A row without `where` that is all -inf, or has a NaN or +inf, is all NaN. The derivative is ``y * (g - sum(g * y))``.
 
+    >>> jtops.softmax(jnp.array([1.0, 1.0, 7.0]), where=jnp.array([True, True, False]))  # what is masked is 0
+    Array([0.5, 0.5, 0. ], dtype=float32)
+
     Args:
       x: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
       axis: axis or axes whose elements sum to 1; None is all of them. Neighbouring axes are read in place, wherever they are;
@@ -207,6 +220,11 @@ def log_softmax(
 
     A row without `where` that is all -inf, or has a NaN or +inf, is all NaN. Masked elements are -inf, with gradient 0. The
     derivative is ``g - exp(y) * sum(g)``, with exp(y) found again from `x`, its maximum and the sum's logarithm in float32.
+
+    >>> logits, label = jnp.zeros((8, 4)), 3
+    >>> loss = -jtops.log_softmax(logits)[:, label].mean()  # four classes that are alike: the logarithm of 4
+    >>> print(f"{loss:.4f}")
+    1.3863
 
     Args:
       x: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
@@ -245,6 +263,10 @@ def logsumexp(
     A row of nothing but -inf, or with nothing left by `where`, is -inf, one with +inf +inf, one with a NaN NaN. The derivative is
     ``g * exp(a - logsumexp(a))``; of a row of nothing but -inf it is NaN.
 
+    >>> x = jnp.array([[1000.0, 1000.0], [0.0, -jnp.inf]])  # no exp overflows
+    >>> print(jtops.logsumexp(x, axis=1).round())
+    [1001.    0.]
+
     Args:
       a: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
       axis: axis or axes whose elements are summed; None is all of them. Neighbouring axes are read in place, wherever they are;
@@ -271,94 +293,3 @@ def logsumexp(
 
 def _moved_back(y, axes):
     return jnp.moveaxis(y, tuple(range(y.ndim - len(axes), y.ndim)), axes)
-
-
-_TILES, _BLOCKS, _SPLIT, _STRIDED = (Config(BLOCK_M=2, BLOCK_N=n, PROGRAMS=p) for n, p in ((8, 2), (64, 2), (64, 32), (8, 1)))
-_SOFTMAX = Spec(
-    name="softmax",
-    function=softmax,
-    operands=("x", "where"),
-    small=Case("small", (Input((3, 4, 8)), Input((4, 8), true=0.8)), "a mask shared by the batch"),
-    meshed=Case("meshed", (Input((16, 8, 32)), None), "rows on many devices"),
-    cases=(
-        Case("one", (Input((5, 1)), None), "a row of one element is 1, with gradient 0"),
-        Case("vector", (Input((1000,)), None), "no batch axis; odd length"),
-        Case("odd", (Input((3, 5, 257)), None), "rows and columns that fill no block"),
-        Case("large_values", (Input((4, 100), mean=1000.0, std=3.0), None), "exp overflows unless the maximum goes first"),
-        Case("axis0", (Input((33, 7)), None), "not the last axis", {"axis": 0}),
-        Case("axes", (Input((4, 5, 6)), None), "two axes, not neighbours", {"axis": (0, 2)}),
-        Case("inner", (Input((2, 40, 3, 5)), Input((2, 40, 1, 1), true=0.7)), "a mask by row of strided columns", {"axis": 1}),
-        Case("pair", (Input((2, 4, 6, 5)), Input((6, 5), true=0.7)), "two strided neighbours", {"axis": (1, -2)}, _STRIDED),
-        Case("columns", (Input((4096, 3)), Input((4096, 1), true=0.5)), "few and long columns: turned", {"axis": 0}),
-        Case("where", (Input((6, 40)), Input((6, 40), true=0.5)), "each element masked by itself"),
-        Case("where_row", (Input((6, 40)), Input((40,), true=0.5)), "one mask for all rows"),
-        Case("where_column", (Input((6, 40)), Input((6, 1), true=0.5)), "whole rows masked: all zeros"),
-        Case("where_batch", (Input((3, 4, 40)), Input((3, 1, 40), true=0.7)), "a mask per batch element"),
-        Case("where_axes", (Input((4, 5, 6)), Input((4, 5, 1), true=0.7)), "a mask on moved axes", {"axis": (0, 2)}),
-        Case("tiles", (Input((11, 7)), None), "several tiles a program", config=_TILES),
-        Case("split", (Input((3, 300)), Input((3, 300), true=0.5)), "few long rows, several programs each", config=_SPLIT),
-        Case("blocks", (Input((3, 300)), None), "rows longer than a block: two passes", config=_BLOCKS),
-        Case("shifted", (Input((8, 101)), None), "rows that begin inside a vector"),
-        Case("shifted_blocks", (Input((8, 301)), None), "the same, in two passes", config=_BLOCKS),
-        Case("shifted_split", (Input((8, 301)), None), "the same, by several programs", config=_SPLIT),
-        Case("where_blocks", (Input((3, 300)), Input((3, 300), true=0.5)), "the same, masked", config=_BLOCKS),
-    ),
-    compiled=(
-        Case("short", (Input((65536, 256)), None), "several rows a program"),
-        Case("middle", (Input((8192, 4096)), None), "a row a program"),
-        Case("long", (Input((64, 131072)), None), "two passes"),
-        Case("where", (Input((8192, 4096)), Input((8192, 4096), true=0.5)), "mask"),
-    ),
-    backward_kernels=1,
-    forward_bytes=lambda y, x, where: 2 * x.nbytes + (0 if where is None else where.nbytes),
-    backward_bytes=lambda y, x, where: 3 * x.nbytes + (0 if where is None else where.nbytes),
-)
-_MASKED = (Input((6, 40)), Input((6, 40), true=0.5))
-_BATCHED = (Input((3, 300)), Input((3, 300), true=0.5))
-_LOG_SOFTMAX = Spec(
-    name="log_softmax",
-    function=log_softmax,
-    operands=("x", "where"),
-    small=Case("small", (Input((3, 4, 8)), None), "no mask: what is masked is -inf, which no loss may touch"),
-    meshed=_SOFTMAX.meshed,
-    cases=(
-        Case("one", (Input((5, 1)), None), "a row of one element is 0, with gradient 0"),
-        Case("odd", (Input((3, 5, 257)), None), "rows and columns that fill no block"),
-        Case("large_values", (Input((4, 100), mean=1000.0, std=3.0), None), "exp overflows unless the maximum goes first"),
-        Case("axis0", (Input((33, 7)), None), "not the last axis", {"axis": 0}),
-        Case("where", _MASKED, "each element masked by itself"),
-        Case("split", _BATCHED, "few long rows, several programs each", config=_SPLIT),
-        Case("blocks", _BATCHED, "rows longer than a block: two passes", config=_BLOCKS),
-    ),
-    compiled=(
-        Case("middle", (Input((8192, 4096)), None), "a row a program"),
-        Case("long", (Input((64, 131072)), None), "two passes"),
-    ),
-    backward_kernels=1,
-    forward_bytes=_SOFTMAX.forward_bytes,
-    backward_bytes=_SOFTMAX.backward_bytes,
-)
-_LOGSUMEXP = Spec(
-    name="logsumexp",
-    function=logsumexp,
-    operands=("a", "where"),
-    small=Case("small", (Input((3, 4, 8)), Input((4, 8), true=0.8)), "a mask shared by the batch", {"axis": -1, "keepdims": True}),
-    meshed=Case("meshed", _SOFTMAX.meshed.inputs, "rows on many devices", {"axis": -1, "keepdims": True}),
-    cases=(
-        Case("all", (Input((5, 7)), None), "all axes, to a scalar"),
-        Case("odd", (Input((3, 5, 257)), None), "rows and columns that fill no block", {"axis": -1}),
-        Case("large_values", (Input((4, 100), mean=1000.0, std=3.0), None), "exp overflows otherwise", {"axis": 1}),
-        Case("axis0", (Input((33, 7)), None), "not the last axis", {"axis": 0, "keepdims": True}),
-        Case("axes", (Input((4, 5, 6)), Input((4, 5, 1), true=0.7)), "two axes, not neighbours", {"axis": (0, 2)}),
-        Case("split", _BATCHED, "few long rows, several programs each", {"axis": -1}, _SPLIT),
-        Case("blocks", _BATCHED, "rows longer than a block", {"axis": -1}, _BLOCKS),
-    ),
-    compiled=(
-        Case("middle", (Input((8192, 4096)), None), "a row a program", {"axis": -1}),
-        Case("long", (Input((64, 131072)), None), "long rows", {"axis": -1}),
-    ),
-    backward_kernels=1,
-    forward_bytes=lambda y, x, where: x.nbytes + y.nbytes + (0 if where is None else where.nbytes),
-    backward_bytes=lambda y, x, where: 2 * x.nbytes + y.nbytes + (0 if where is None else where.nbytes),
-)
-SPECS = (_SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP)

@@ -7,25 +7,58 @@ launches.
 OP is the public name. What it makes of infinities is jax.nn's: a row of nothing but -inf is NaN, logsumexp of it -inf.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
-from jtops.core.sizes import cdiv, next_power_of_2
-from jtops.kernels._lib.device.cluster import cluster_gather, cluster_parts, fits, has_clusters, members, part_of_row
-from jtops.kernels._lib.device.rows import counted, exp, multiple_of, own_row, unit
-from jtops.kernels._lib.device.vectors import edges, row_start, vector, vectors_read, vectors_written
+from jtops.core.sizes import next_power_of_2
+from jtops.kernels._lib.device.rows import exp, length
+from jtops.kernels._lib.device.rows import row as row_of
 from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels._lib.rows import host
+from jtops.kernels._lib.rows.cluster import cluster_gather, members, part_of_row
+from jtops.kernels._lib.rows.device import (
+    edges,
+    lanes_of,
+    load_row,
+    of_parts,
+    part_of_long_row,
+    row_start,
+    rows_of_tile,
+    store_row,
+)
 from jtops.kernels.softmax.config import rows_config
+
+
+class Kept(NamedTuple):
+    """What the forward leaves the backward of each row: its maximum and the logarithm of its sum."""
+
+    top: Any
+    log: Any
+
+
+class Maxima(NamedTuple):
+    """What is found first of each part of a long row: its maximum and its sum of exp(x - maximum)."""
+
+    maxima: Any
+    sums: Any
+
+
+class Totals(NamedTuple):
+    """The same in the backward: sums of y, for softmax alone, and of its weights."""
+
+    totals: Any
+    weights: Any
 
 
 @triton.jit
 def taking_part(where_ptr, base, cols, inside, WHERE_N: tl.constexpr):
     """The mask of elements that are inside and that `where` lets take part.
 
-    Without WHERE_N it has one element a row; `own_row` has kept these in bounds.
+    Without WHERE_N it has one element a row; `row_of` has kept these in bounds.
     """
     if where_ptr is not None:
         if WHERE_N:
@@ -82,23 +115,42 @@ def gradient(a, g, top, log, first, mask, OP: tl.constexpr):
 
 
 @triton.jit
-def load_row(ptr, start, lanes, begin, mask, n, OTHER: tl.constexpr, VECTOR: tl.constexpr, EVICT: tl.constexpr):
-    """A tile in float32, OTHER where `mask`, or the row that begins at lane `begin`, is not."""
-    if VECTOR == 1:
-        x = tl.load(ptr + start + lanes, mask=mask, other=OTHER, eviction_policy=EVICT).to(tl.float32)
-    else:
-        read = mask & vectors_read(lanes, begin, n, VECTOR)
-        x = tl.load(ptr + start + lanes, mask=read, other=OTHER, eviction_policy=EVICT).to(tl.float32)
-        x = tl.where((lanes >= begin) & (lanes < begin + n), x, OTHER)
-    return x
+def _where_base(where_rows, rows, n, WHERE_N: tl.constexpr):
+    """Where the rows of `where` begin that serve these rows."""
+    base = rows * 0
+    if where_rows is not None:
+        base = row_of(rows, where_rows) * (n if WHERE_N else 1)
+    return base
 
 
 @triton.jit
-def store_row(ptr, start, lanes, begin, inside, x, n, VECTOR: tl.constexpr, EVICT: tl.constexpr):
-    """Write a tile, less the edges of shifted rows."""
-    if VECTOR > 1:
-        inside = inside & vectors_written(lanes, begin, n, VECTOR)
-    tl.store(ptr + start + lanes, x.to(ptr.dtype.element_ty), mask=inside, eviction_policy=EVICT)
+def _whole_tile(
+    i, pid, n, work, where_ptr, where_rows, lanes, here, WHERE_N: tl.constexpr, BLOCK_M: tl.constexpr, VECTOR: tl.constexpr
+):
+    """-> rows of a tile; start and begin of each; which elements are inside, and which of them take part."""
+    rows = rows_of_tile(i, pid, work, BLOCK_M)
+    start, begin = row_start(rows, n, VECTOR)
+    inside = (rows < work.r)[:, None] & here
+    mask = taking_part(where_ptr, _where_base(where_rows, rows, n, WHERE_N)[:, None], lanes, inside, WHERE_N)
+    return rows, start[:, None], begin[:, None], inside, mask
+
+
+@triton.jit
+def _kept(kept, rows, mask):
+    """Maximum and logarithm of each row, as columns; 0 where there are none, as for softmax."""
+    top, log = 0.0, 0.0
+    if kept is not None:
+        top = tl.load(kept.top + rows, mask=mask, other=0.0)[:, None]
+        log = tl.load(kept.log + rows, mask=mask, other=0.0)[:, None]
+    return top, log
+
+
+@triton.jit
+def _write_result(x_ptr, y_ptr, offsets, mask, m, s, OP: tl.constexpr):
+    """The result of single elements: the edges of shifted rows."""
+    x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+    y = result(x, exp(x - m), None, m, s, OP)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -111,27 +163,39 @@ def _write_gradient(a_ptr, g_ptr, dx_ptr, offsets, mask, top, log, weight, OP: t
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@counted
+@triton.jit(do_not_specialize_on_alignment=["work", "where_rows"])
 def _forward_kernel(
-    x_ptr, where_ptr, y_ptr, top_ptr, log_ptr, r, n, tiles, programs, part_n, where_inner, where_own,
-    OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLUSTER: tl.constexpr, FULL: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """One program: `tiles` tiles of BLOCK_M whole rows, `programs` tiles apart; of a cluster, the same `part_n` columns of each.
+    x_ptr,
+    where_ptr,
+    y_ptr,
+    top_ptr,
+    log_ptr,
+    n,
+    part_n,
+    work,
+    where_rows,
+    OP: tl.constexpr,
+    WHERE_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FULL: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: the tiles of BLOCK_M whole rows that `work` gives it; of a cluster, the same `part_n` columns of each.
 
     Nothing is carried from one tile to the next.
     """
     pid = tl.program_id(0).to(tl.int64)
-    n = multiple_of(n, UNIT)
-    pid, part, lanes, here = part_of_row(pid, part_n, (n + 2 * (VECTOR - 1)) // VECTOR * VECTOR, BLOCK_N, CLUSTER, FULL)
-    where_n = n if WHERE_N else 1
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
-        start, begin = row_start(rows, n, VECTOR)
-        inside = (rows < r)[:, None] & here
-        where_base = own_row(rows, where_inner, where_own)[:, None] * where_n
-        mask = taking_part(where_ptr, where_base, lanes, inside, WHERE_N)
-        x = load_row(x_ptr, start[:, None], lanes, begin[:, None], mask, n, -float("inf"), VECTOR, "")
+    n = length(n, UNIT, None)
+    pid, part, lanes, here = part_of_row(pid, part_n, lanes_of(n, VECTOR), BLOCK_N, CLUSTER, FULL)
+    for i in tl.range(0, work.tiles, num_stages=STAGES):
+        rows, start, begin, inside, mask = _whole_tile(
+            i, pid, n, work, where_ptr, where_rows, lanes, here, WHERE_N, BLOCK_M, VECTOR
+        )
+        x = load_row(x_ptr, start, lanes, begin, mask, n, -float("inf"), VECTOR, "")
         top = tl.max(x, 1)
         m = finite(top, OP)
         e = exp(x - m[:, None])
@@ -145,47 +209,58 @@ def _forward_kernel(
             s = s[None]
         if OP != "logsumexp":
             y = result(x, e, mask if where_ptr is not None else None, m[:, None], s[:, None], OP)
-            store_row(y_ptr, start[:, None], lanes, begin[:, None], inside, y, n, VECTOR, "")
+            store_row(y_ptr, start, lanes, begin, inside, y, n, VECTOR, "")
             if VECTOR > 1:
-                cols, edge = edges(begin[:, None], n, VECTOR)
-                edge = edge & (rows < r)[:, None]
-                x = tl.load(x_ptr + start[:, None] + cols, mask=edge, other=-float("inf")).to(tl.float32)
-                y = result(x, exp(x - m[:, None]), None, m[:, None], s[:, None], OP)
-                tl.store(y_ptr + start[:, None] + cols, y.to(y_ptr.dtype.element_ty), mask=edge)
+                cols, edge = edges(begin, n, VECTOR)
+                _write_result(x_ptr, y_ptr, start + cols, edge & (rows < work.r)[:, None], m[:, None], s[:, None], OP)
         if part == 0:
             if OP == "logsumexp":
-                tl.store(y_ptr + rows, (m + tl.log(s)).to(y_ptr.dtype.element_ty), mask=rows < r)
+                tl.store(y_ptr + rows, (m + tl.log(s)).to(y_ptr.dtype.element_ty), mask=rows < work.r)
             if top_ptr is not None:
-                tl.store(top_ptr + rows, m, mask=rows < r)
-                tl.store(log_ptr + rows, tl.log(s), mask=rows < r)
+                tl.store(top_ptr + rows, m, mask=rows < work.r)
+                tl.store(log_ptr + rows, tl.log(s), mask=rows < work.r)
 
 
-@counted
+@triton.jit(do_not_specialize_on_alignment=["split", "where_rows"])
 def _long_forward_kernel(
-    x_ptr, where_ptr, maxima_ptr, sums_ptr, y_ptr, top_ptr, log_ptr, part_maxima_ptr, part_sums_ptr,
-    n, splits, per_split, where_inner, where_own,
-    OP: tl.constexpr, WHERE_N: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr, NEAR: tl.constexpr, AXIS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One program: one of `splits` parts of a row. STATISTICS and APPLY: both, of a row in one part, or in two launches.
+    x_ptr,
+    where_ptr,
+    found,
+    y_ptr,
+    top_ptr,
+    log_ptr,
+    part_maxima_ptr,
+    part_sums_ptr,
+    n,
+    split,
+    where_rows,
+    OP: tl.constexpr,
+    WHERE_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    NEAR: tl.constexpr,
+    AXIS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one part of a row. It finds the part's maximum and sum, unless all parts' are `found`; then it writes them, where
+    they are asked for, and else the result.
 
     Loop invariant of the first pass: what a thread has read so far has maximum m and sum s of exp(x - m); threads meet only after
     it. NEAR elements of a thread are neighbours (AXIS 1), or, where rows are not aligned for that, neighbours of other threads'.
     The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
-    row, split = pid // splits, (pid % splits).to(tl.int32)
-    n = multiple_of(n, UNIT)
+    n = length(n, UNIT, split.index)
+    row, part, _, first, last, blocks = part_of_long_row(pid, n, split, VECTOR, BLOCK_N)
     start, begin = row_start(row, n, VECTOR)
-    first = split * per_split
-    last = tl.minimum(first + per_split, (n + 2 * (VECTOR - 1)) // VECTOR * VECTOR)
-    blocks = tl.cdiv(last - first, BLOCK_N)
-    where_base = own_row(row, where_inner, where_own) * (n if WHERE_N else 1)
+    where_base = _where_base(where_rows, row, n, WHERE_N)
     if AXIS == 1:
         lanes = tl.arange(0, BLOCK_N // NEAR)[:, None] * NEAR + tl.arange(0, NEAR)[None, :]
     else:
         lanes = tl.arange(0, NEAR)[:, None] * (BLOCK_N // NEAR) + tl.arange(0, BLOCK_N // NEAR)[None, :]
-    if STATISTICS:
+    if found.sums is None:
         m = tl.full((BLOCK_N // NEAR,), -float("inf"), tl.float32)
         s = tl.zeros((BLOCK_N // NEAR,), tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
@@ -197,16 +272,15 @@ def _long_forward_kernel(
             s = tl.where(m == m_new, s, s * exp(m - safe)) + tl.sum(exp(x - tl.expand_dims(safe, AXIS)), AXIS)
             m = m_new
     else:
-        parts = tl.arange(0, SPLITS)
-        m = tl.load(maxima_ptr + row * splits + parts, mask=parts < splits, other=-float("inf"))
-        s = tl.load(sums_ptr + row * splits + parts, mask=parts < splits, other=0.0)
+        m = of_parts(found.maxima, row, split, SPLITS, -float("inf"))
+        s = of_parts(found.sums, row, split, SPLITS, 0.0)
     top, total = merged(m, s, OP)
     safe_top = finite(top, OP)
-    if not APPLY:
+    if part_sums_ptr is not None:
         tl.store(part_maxima_ptr + pid, top)
         tl.store(part_sums_ptr + pid, total)
     else:
-        if split == 0:
+        if part == 0:
             if OP == "logsumexp":
                 tl.store(y_ptr + row, (safe_top + tl.log(total)).to(y_ptr.dtype.element_ty))
             if top_ptr is not None:
@@ -220,40 +294,47 @@ def _long_forward_kernel(
                 y = result(x, exp(x - safe_top), mask if where_ptr is not None else None, safe_top, total, OP)
                 store_row(y_ptr, start, cols, begin, cols < last, y, n, VECTOR, "evict_first")
             if VECTOR > 1:  # noqa: SIM102 known while compiling, unlike what follows
-                if split == 0:
+                if part == 0:
                     cols, edge = edges(begin, n, VECTOR)
-                    x = tl.load(x_ptr + start + cols, mask=edge, other=-float("inf")).to(tl.float32)
-                    y = result(x, exp(x - safe_top), None, safe_top, total, OP)
-                    tl.store(y_ptr + start + cols, y.to(y_ptr.dtype.element_ty), mask=edge)
+                    _write_result(x_ptr, y_ptr, start + cols, edge, safe_top, total, OP)
 
 
-@counted
+@triton.jit(do_not_specialize_on_alignment=["work", "where_rows"])
 def _backward_kernel(
-    a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, dx_ptr, r, n, tiles, programs, part_n, where_inner, where_own,
-    OP: tl.constexpr, WHERE_N: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLUSTER: tl.constexpr, FULL: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    g_ptr,
+    kept,
+    where_ptr,
+    dx_ptr,
+    n,
+    part_n,
+    work,
+    where_rows,
+    OP: tl.constexpr,
+    WHERE_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FULL: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: tiles of rows, or parts of them, as in the forward; a is y for softmax, x for the others."""
     pid = tl.program_id(0).to(tl.int64)
-    n = multiple_of(n, UNIT)
-    pid, _, lanes, here = part_of_row(pid, part_n, (n + 2 * (VECTOR - 1)) // VECTOR * VECTOR, BLOCK_N, CLUSTER, FULL)
-    where_n = n if WHERE_N else 1
-    for i in tl.range(0, tiles, num_stages=STAGES):
-        rows = (i * programs + pid) * BLOCK_M + tl.arange(0, BLOCK_M)
-        start, begin = row_start(rows, n, VECTOR)
-        inside = (rows < r)[:, None] & here
-        where_base = own_row(rows, where_inner, where_own)[:, None] * where_n
-        mask = taking_part(where_ptr, where_base, lanes, inside, WHERE_N)
-        a = load_row(a_ptr, start[:, None], lanes, begin[:, None], mask, n, 0.0, VECTOR, "")
-        top, log = 0.0, 0.0
-        if top_ptr is not None:
-            top = tl.load(top_ptr + rows, mask=rows < r, other=0.0)[:, None]
-            log = tl.load(log_ptr + rows, mask=rows < r, other=0.0)[:, None]
+    n = length(n, UNIT, None)
+    pid, _, lanes, here = part_of_row(pid, part_n, lanes_of(n, VECTOR), BLOCK_N, CLUSTER, FULL)
+    for i in tl.range(0, work.tiles, num_stages=STAGES):
+        rows, start, begin, inside, mask = _whole_tile(
+            i, pid, n, work, where_ptr, where_rows, lanes, here, WHERE_N, BLOCK_M, VECTOR
+        )
+        a = load_row(a_ptr, start, lanes, begin, mask, n, 0.0, VECTOR, "")
+        top, log = _kept(kept, rows, rows < work.r)
         if OP == "logsumexp":
             g = 0.0
-            weight = tl.load(g_ptr + rows, mask=rows < r, other=0.0).to(tl.float32)
+            weight = tl.load(g_ptr + rows, mask=rows < work.r, other=0.0).to(tl.float32)
         else:
-            g = load_row(g_ptr, start[:, None], lanes, begin[:, None], mask, n, 0.0, VECTOR, "")
+            g = load_row(g_ptr, start, lanes, begin, mask, n, 0.0, VECTOR, "")
             if OP == "softmax":
                 total = tl.sum(a, 1)
                 weight = tl.sum(a * g, 1)
@@ -267,33 +348,43 @@ def _backward_kernel(
             if OP == "softmax":
                 weight = weight / tl.where(total == 0.0, 1.0, total)
         dx = gradient(a, g, top, log, weight[:, None], mask if where_ptr is not None else None, OP)
-        store_row(dx_ptr, start[:, None], lanes, begin[:, None], inside, dx, n, VECTOR, "")
+        store_row(dx_ptr, start, lanes, begin, inside, dx, n, VECTOR, "")
         if VECTOR > 1:
-            cols, edge = edges(begin[:, None], n, VECTOR)
-            edge = edge & (rows < r)[:, None]
-            _write_gradient(a_ptr, g_ptr, dx_ptr, start[:, None] + cols, edge, top, log, weight[:, None], OP)
+            cols, edge = edges(begin, n, VECTOR)
+            _write_gradient(a_ptr, g_ptr, dx_ptr, start + cols, edge & (rows < work.r)[:, None], top, log, weight[:, None], OP)
 
 
-@counted
+@triton.jit(do_not_specialize_on_alignment=["split", "where_rows"])
 def _long_backward_kernel(
-    a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, totals_ptr, weights_ptr, dx_ptr, part_totals_ptr, part_weights_ptr,
-    n, splits, per_split, where_inner, where_own,
-    OP: tl.constexpr, WHERE_N: tl.constexpr, STATISTICS: tl.constexpr, APPLY: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    g_ptr,
+    kept,
+    where_ptr,
+    found,
+    dx_ptr,
+    part_totals_ptr,
+    part_weights_ptr,
+    n,
+    split,
+    where_rows,
+    OP: tl.constexpr,
+    WHERE_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: a part of a row, as in the long forward. Sums are kept per lane until the end of the first pass."""
     pid = tl.program_id(0).to(tl.int64)
-    row, split = pid // splits, (pid % splits).to(tl.int32)
-    n = multiple_of(n, UNIT)
+    n = length(n, UNIT, split.index)
+    row, part, _, first, last, blocks = part_of_long_row(pid, n, split, VECTOR, BLOCK_N)
     start, begin = row_start(row, n, VECTOR)
-    first = split * per_split
-    last = tl.minimum(first + per_split, (n + 2 * (VECTOR - 1)) // VECTOR * VECTOR)
-    blocks = tl.cdiv(last - first, BLOCK_N)
-    where_base = own_row(row, where_inner, where_own) * (n if WHERE_N else 1)
+    where_base = _where_base(where_rows, row, n, WHERE_N)
     lanes = tl.arange(0, BLOCK_N)
     if OP == "logsumexp":
         weight = tl.load(g_ptr + row).to(tl.float32)
-    elif STATISTICS:
+    elif found.weights is None:
         totals = tl.zeros((BLOCK_N,), tl.float32)
         weights = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.range(0, blocks, num_stages=STAGES):
@@ -307,22 +398,20 @@ def _long_backward_kernel(
             else:
                 weights += g
         weight, total = tl.sum(weights, 0), tl.sum(totals, 0)
-        if not APPLY:
-            tl.store(part_weights_ptr + pid, weight)
-            if OP == "softmax":
-                tl.store(part_totals_ptr + pid, total)
     else:
-        parts = tl.arange(0, SPLITS)
-        weight = tl.sum(tl.load(weights_ptr + row * splits + parts, mask=parts < splits, other=0.0), 0)
+        weight = tl.sum(of_parts(found.weights, row, split, SPLITS, 0.0), 0)
         if OP == "softmax":
-            total = tl.sum(tl.load(totals_ptr + row * splits + parts, mask=parts < splits, other=0.0), 0)
-    if APPLY:
+            total = tl.sum(of_parts(found.totals, row, split, SPLITS, 0.0), 0)
+    if part_weights_ptr is not None:
+        tl.store(part_weights_ptr + pid, weight)
+        if OP == "softmax":
+            tl.store(part_totals_ptr + pid, total)
+    else:
         if OP == "softmax":
             weight = weight / tl.where(total == 0.0, 1.0, total)
         top, log = 0.0, 0.0
-        if top_ptr is not None:
-            top = tl.load(top_ptr + row)
-            log = tl.load(log_ptr + row)
+        if kept is not None:
+            top, log = tl.load(kept.top + row), tl.load(kept.log + row)
         for i in tl.range(0, blocks, num_stages=STAGES):
             cols = first + (blocks - 1 - i) * BLOCK_N + lanes
             mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
@@ -333,106 +422,83 @@ def _long_backward_kernel(
             dx = gradient(a, g, top, log, weight, mask if where_ptr is not None else None, OP)
             store_row(dx_ptr, start, cols, begin, cols < last, dx, n, VECTOR, "evict_first")
         if VECTOR > 1:  # noqa: SIM102
-            if split == 0:
+            if part == 0:
                 cols, edge = edges(begin, n, VECTOR)
                 _write_gradient(a_ptr, g_ptr, dx_ptr, start + cols, edge, top, log, weight, OP)
 
 
-def _choice(launch: Launch, heuristic: Config, x, where, name: str) -> Config:
-    r, n = x.shape
-    kernels = (_backward_kernel, _long_backward_kernel) if name == "vjp" else (_forward_kernel, _long_forward_kernel)
-    where_n = where is not None and where.shape[-1] != 1
-    return launch.choose(heuristic, kernels, (x, where), {"r": r}, name, n=n, where_n=where_n)
-
-
-def _absent(**present: bool) -> dict[str, Any]:
-    return {f"{name}_ptr": None for name, there in present.items() if not there}
-
-
-def _shared(launch: Launch, where, n: int, config: Config) -> dict[str, Any]:
-    rows = launch.rows[1]
+def _masked(launch: Launch, where, n: int) -> dict[str, Any]:
+    """The arguments that every kernel here has."""
     return {
         "where_ptr": where,
+        "where_rows": launch.rows.where,
+        "WHERE_N": where is not None and where.shape[1] != 1,
         "n": n,
-        "where_inner": rows.inner if rows else 1,
-        "where_own": rows.own if rows else 1,
+        "UNIT": host.unit(n),
         "OP": launch.op,
-        "WHERE_N": where is not None and where.shape[-1] != 1,
-        "UNIT": unit(n),
-        "STAGES": config["num_stages"] or 1,
-        "config": config,
     }
 
 
-def _tiles(config: Config, r: int, n: int, itemsize: int, where) -> dict[str, Any]:
-    """-> the grid of whole rows, and what its kernels must know of it."""
-    total = cdiv(r, config["BLOCK_M"])
-    programs = min(config["PROGRAMS"], total)
-    shift = 1 if where is not None else vector(r, n, itemsize, config["BLOCK_N"] * (config["cluster_size"] or 1))
-    shared = {"r": r, "tiles": cdiv(total, programs), "programs": programs, "VECTOR": shift}
-    return shared | cluster_parts(config, n + shift - 1, programs)
+def _vector(where, r: int, n: int, itemsize: int, room: float) -> int:
+    """VECTOR, see `vector`; a mask has vectors of its own, so that rows with one are not shifted."""
+    return 1 if where is not None else host.vector(r, n, itemsize, room)
 
 
-def _split(config: Config, r: int, n: int, itemsize: int, where) -> dict[str, Any]:
-    """-> the grid of long rows, and what its kernels must know of it."""
-    block = config["BLOCK_N"]
-    shift = 1 if where is not None else vector(r, n, itemsize, 1 << 31)
-    lanes = cdiv(n + shift - 1, shift) * shift
-    per_split = cdiv(cdiv(lanes, block), max(1, config["PROGRAMS"] // r)) * block
-    splits = cdiv(lanes, per_split)
-    return {"splits": splits, "per_split": per_split, "SPLITS": next_power_of_2(splits), "grid": r * splits, "VECTOR": shift}
-
-
-def forward(launch: Launch, x, where, keeps: bool):
-    """x [r, n] -> the result; and if it `keeps` them, the maxima and the logarithms of the sums."""
+def _launch_whole(launch: Launch, kernel, config: Config, x, arguments: dict[str, Any], outputs) -> dict[str, Any]:
     r, n = x.shape
-    writes, clusters = launch.op != "logsumexp", has_clusters(launch)
-    heuristic = rows_config(launch.target, r, n, x.dtype.itemsize, 1, writes=writes, clusters=clusters)
-    config = _choice(launch, heuristic, x, where, "fwd" if keeps else "out")
-    shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
-    results = [jax.ShapeDtypeStruct((r,) if launch.op == "logsumexp" else (r, n), x.dtype)]
-    results += [jax.ShapeDtypeStruct((r,), jnp.float32)] * (2 * keeps)
-    if fits(launch, config, n):
-        return launch(
-            _forward_kernel,
-            x,
-            **shared,
-            **_absent(top=keeps, log=keeps),
-            **_tiles(config, r, n, x.dtype.itemsize, where),
-            out_type=results,
-        )
-    shared |= _split(config, r, n, x.dtype.itemsize, where)
-    shared |= {"NEAR": min(16 // x.dtype.itemsize, config["BLOCK_N"])}
-    shared["AXIS"] = int(n * x.dtype.itemsize % 16 == 0 or shared["VECTOR"] > 1)
-    late = shared | _absent(top=keeps, log=keeps, part_maxima=False, part_sums=False) | {"out_type": results}
-    if shared["splits"] == 1:
-        return launch(_long_forward_kernel, x, **late, maxima_ptr=None, sums_ptr=None, STATISTICS=True, APPLY=True)
-    part = jax.ShapeDtypeStruct((r, shared["splits"]), jnp.float32)
-    maxima, sums = launch(
-        _long_forward_kernel, x, **shared, maxima_ptr=None, sums_ptr=None, STATISTICS=True, APPLY=False, out_type=[part, part],
-        name=f"{launch.stage}_statistics", **_absent(y=False, top=False, log=False),
-    )  # fmt: skip
-    return launch(_long_forward_kernel, x, **late, maxima_ptr=maxima, sums_ptr=sums, STATISTICS=False, APPLY=True)
+    vector = _vector(arguments["where_ptr"], r, n, x.dtype.itemsize, host.room(config))
+    shared = host.whole_rows(config, r, n + vector - 1)
+    return launch(kernel, outputs=outputs, VECTOR=vector, flops=5 * x.size, **shared, **arguments)
 
 
-def backward(launch: Launch, a, g, top, log, where):
+def _launch_long(launch: Launch, kernel, config: Config, x, arguments: dict[str, Any], outputs, partial, kind) -> dict[str, Any]:
+    """One launch; two where rows have several parts, of which something has to be found first.
+
+    `partial`: by output, whether that is to be found. `kind`: the bundle of what was.
+    """
+    r, n = x.shape
+    vector = _vector(arguments["where_ptr"], r, n, x.dtype.itemsize, math.inf)
+    shared = host.long_rows(config, r, n, vector) | {"VECTOR": vector, "flops": 5 * x.size}
+    if kernel is _long_forward_kernel:
+        shared["NEAR"] = min(16 // x.dtype.itemsize, config["BLOCK_N"])
+        shared["AXIS"] = 1 if n * x.dtype.itemsize % 16 == 0 or vector > 1 else 0
+    found = kind(None, None)
+    splits = shared["split"].splits
+    if splits > 1 and any(partial.values()):
+        part = jax.ShapeDtypeStruct((r, splits), jnp.float32)
+        wanted = dict.fromkeys(outputs) | {name: part if asked else None for name, asked in partial.items()}
+        got = launch(kernel, outputs=wanted, name=f"{launch.stage}_statistics", found=found, **shared, **arguments)
+        found = kind(*(got[name] for name in partial))
+    return launch(kernel, outputs=outputs | dict.fromkeys(partial), found=found, **shared, **arguments)
+
+
+def forward(launch: Launch, x, where) -> tuple:
+    """x [r, n] -> the result; and if the backward wants them, the maxima and the logarithms of the sums."""
+    r, n = x.shape
+    keeps = launch.residuals and launch.op != "softmax"
+    of_rows = jax.ShapeDtypeStruct((r,), jnp.float32) if keeps else None
+    y = jax.ShapeDtypeStruct((r,) if launch.op == "logsumexp" else (r, n), x.dtype)
+    outputs = {"y_ptr": y, "top_ptr": of_rows, "log_ptr": of_rows}
+    heuristic = rows_config(launch, r, n, x.dtype.itemsize, arrays=1, writes=launch.op != "logsumexp")
+    arguments = {"x_ptr": x, **_masked(launch, where, n)}
+    name = "fwd" if keeps else "out"  # softmax keeps nothing else: its two stages launch the same
+    config = launch.choose(heuristic, (_forward_kernel, _long_forward_kernel), arguments, name=name, r=next_power_of_2(r))
+    if n <= host.room(config):
+        out = _launch_whole(launch, _forward_kernel, config, x, arguments, outputs)
+    else:
+        partial = {"part_maxima_ptr": True, "part_sums_ptr": True}
+        out = _launch_long(launch, _long_forward_kernel, config, x, arguments, outputs, partial, Maxima)
+    return tuple(value for value in out.values() if value is not None)
+
+
+def backward(launch: Launch, a, g, kept: Kept | None, where):
     """a [r, n] and g, of its shape or [r] -> dx."""
     r, n = a.shape
-    heuristic = rows_config(launch.target, r, n, a.dtype.itemsize, 2, clusters=has_clusters(launch))
-    config = _choice(launch, heuristic, a, where, "vjp")
-    shared = _shared(launch, where, n, config) | {"flops": 5 * r * n}
-    out = jax.ShapeDtypeStruct((r, n), a.dtype)
-    if fits(launch, config, n):
-        return launch(_backward_kernel, a, g, top, log, **shared, **_tiles(config, r, n, a.dtype.itemsize, where), out_type=out)
-    shared |= _split(config, r, n, a.dtype.itemsize, where)
-    late = shared | _absent(part_totals=False, part_weights=False) | {"out_type": out}
-    none: dict[str, Any] = {"totals_ptr": None, "weights_ptr": None}
-    if shared["splits"] == 1 or launch.op == "logsumexp":
-        return launch(_long_backward_kernel, a, g, top, log, **late, **none, STATISTICS=True, APPLY=True)
-    part, soft = jax.ShapeDtypeStruct((r, shared["splits"]), jnp.float32), launch.op == "softmax"
-    *totals, weights = launch(
-        _long_backward_kernel, a, g, top, log, **shared, **none, STATISTICS=True, APPLY=False, out_type=[part] * (1 + soft),
-        name=f"{launch.stage}_statistics", **_absent(dx=False, part_totals=soft),
-    )  # fmt: skip
-    done: dict[str, Any] = {"totals_ptr": totals[0] if soft else None, "weights_ptr": weights}
-    return launch(_long_backward_kernel, a, g, top, log, **late, **done, STATISTICS=False, APPLY=True)
+    outputs = {"dx_ptr": jax.ShapeDtypeStruct((r, n), a.dtype)}
+    heuristic = rows_config(launch, r, n, a.dtype.itemsize, arrays=2, writes=True)
+    arguments = {"a_ptr": a, "g_ptr": g, "kept": kept, **_masked(launch, where, n)}
+    config = launch.choose(heuristic, (_backward_kernel, _long_backward_kernel), arguments, r=next_power_of_2(r))
+    if n <= host.room(config):
+        return _launch_whole(launch, _backward_kernel, config, a, arguments, outputs)["dx_ptr"]
+    partial = {"part_totals_ptr": launch.op == "softmax", "part_weights_ptr": launch.op != "logsumexp"}
+    return _launch_long(launch, _long_backward_kernel, config, a, arguments, outputs, partial, Totals)["dx_ptr"]

@@ -1,17 +1,17 @@
 """Kernels of the softmax family along an axis whose elements are strided: x is [b, n, i], neighbours in memory are of axis i."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
-from jtops.core.sizes import cdiv
-from jtops.kernels._lib.device.rows import counted, exp, multiple_of, own_row, unit
+from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib.device.rows import exp, length, position, row
 from jtops.kernels._lib.frame.launch import Launch
+from jtops.kernels._lib.rows import host
 from jtops.kernels.softmax.config import strided_config
-from jtops.kernels.softmax.rows import finite, gradient, result
+from jtops.kernels.softmax.rows import Kept, finite, gradient, result
 
 
 @triton.jit
@@ -38,22 +38,44 @@ def _taking_part(where_ptr, base, offs_n, offs_i, inside, n, inner, WHERE_N: tl.
     return inside
 
 
-@counted
+@triton.jit
+def _columns_of(
+    pid, where_rows, n, inner, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, INDEX: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """-> what a program of the grid has: b, its block along i, and where the matrices of x and `where` begin."""
+    blocks = tl.cdiv(inner, BLOCK_M)
+    b, i = pid // blocks, position(pid % blocks, INDEX)
+    where_base = b * 0
+    if where_rows is not None:
+        where_base = row(b, where_rows) * (n if WHERE_N else 1) * (inner if WHERE_I else 1)
+    return b, i, b * n * inner, where_base
+
+
+@triton.jit(do_not_specialize_on_alignment=["where_rows"])
 def _strided_forward_kernel(
-    x_ptr, where_ptr, y_ptr, top_ptr, log_ptr, n, inner, where_size, where_inner, where_own,
-    OP: tl.constexpr, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, ONE_BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    where_ptr,
+    y_ptr,
+    top_ptr,
+    log_ptr,
+    n,
+    inner,
+    where_rows,
+    OP: tl.constexpr,
+    WHERE_N: tl.constexpr,
+    WHERE_I: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: BLOCK_M neighbours along i, all of n.
 
     Loop invariant of the first pass: m and s are each column's maximum and sum of exp(x - m) so far.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    inner = multiple_of(inner, UNIT)
-    blocks = tl.cdiv(inner, BLOCK_M)
-    b, i = pid // blocks, (pid % blocks).to(tl.int32)
-    base = b * n * inner
-    where_base = own_row(b, where_inner, where_own) * where_size
+    n, inner = length(n, 1, INDEX), length(inner, UNIT, INDEX)
+    b, i, base, where_base = _columns_of(tl.program_id(0).to(tl.int64), where_rows, n, inner, WHERE_N, WHERE_I, INDEX, BLOCK_M)
     columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
     offsets, inside, offs_n, offs_i = _tile(i, 0, base, n, inner, BLOCK_M, BLOCK_N)
     if ONE_BLOCK:
@@ -91,19 +113,27 @@ def _strided_forward_kernel(
                 tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@counted
+@triton.jit(do_not_specialize_on_alignment=["where_rows"])
 def _strided_backward_kernel(
-    a_ptr, g_ptr, top_ptr, log_ptr, where_ptr, dx_ptr, n, inner, where_size, where_inner, where_own,
-    OP: tl.constexpr, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    g_ptr,
+    kept,
+    where_ptr,
+    dx_ptr,
+    n,
+    inner,
+    where_rows,
+    OP: tl.constexpr,
+    WHERE_N: tl.constexpr,
+    WHERE_I: tl.constexpr,
+    UNIT: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program as in the forward: a pass for the sums over n, and one for dx, of what is in the cache by then."""
-    pid = tl.program_id(0).to(tl.int64)
-    inner = multiple_of(inner, UNIT)
-    blocks = tl.cdiv(inner, BLOCK_M)
-    b, i = pid // blocks, (pid % blocks).to(tl.int32)
-    base = b * n * inner
-    where_base = own_row(b, where_inner, where_own) * where_size
+    n, inner = length(n, 1, INDEX), length(inner, UNIT, INDEX)
+    b, i, base, where_base = _columns_of(tl.program_id(0).to(tl.int64), where_rows, n, inner, WHERE_N, WHERE_I, INDEX, BLOCK_M)
     columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
     if OP == "logsumexp":
         weight = tl.load(g_ptr + b * inner + columns, mask=columns < inner, other=0.0).to(tl.float32)
@@ -125,9 +155,9 @@ def _strided_backward_kernel(
             total = tl.sum(totals, 0)
             weight = weight / tl.where(total == 0.0, 1.0, total)
     top, log = 0.0, 0.0
-    if top_ptr is not None:
-        top = tl.load(top_ptr + b * inner + columns, mask=columns < inner, other=0.0)[None, :]
-        log = tl.load(log_ptr + b * inner + columns, mask=columns < inner, other=0.0)[None, :]
+    if kept is not None:
+        top = tl.load(kept.top + b * inner + columns, mask=columns < inner, other=0.0)[None, :]
+        log = tl.load(kept.log + b * inner + columns, mask=columns < inner, other=0.0)[None, :]
     for start in range(0, n, BLOCK_N):
         offsets, inside, offs_n, offs_i = _tile(i, start, base, n, inner, BLOCK_M, BLOCK_N)
         mask = _taking_part(where_ptr, where_base, offs_n, offs_i, inside, n, inner, WHERE_N, WHERE_I)
@@ -139,47 +169,60 @@ def _strided_backward_kernel(
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _arguments(launch: Launch, x, where, name: str):
-    b, n, inner = x.shape
-    config = launch.choose(
-        strided_config(b, n, inner, x.dtype.itemsize),
-        (_strided_forward_kernel, _strided_backward_kernel),
-        (x, where),
-        {"b": b, "n": n, "inner": inner},
-        f"{name}_strided",
-        unit=math.gcd(inner, 16),
-        where=None if where is None else (where.shape[1] != 1, where.shape[2] != 1),
-    )
-    rows = launch.rows[1]
-    return config, {
+def _masked(launch: Launch, x, where) -> dict[str, Any]:
+    """The arguments that both kernels have."""
+    _, n, inner = x.shape
+    return {
         "where_ptr": where,
-        "n": n,
-        "inner": inner,
-        "where_size": 1 if where is None else where.shape[1] * where.shape[2],
-        "where_inner": rows.inner if rows else 1,
-        "where_own": rows.own if rows else 1,
-        "OP": launch.op,
+        "where_rows": launch.rows.where,
         "WHERE_N": where is not None and where.shape[1] != 1,
         "WHERE_I": where is not None and where.shape[2] != 1,
-        "UNIT": unit(inner),
-        "config": config,
-        "flops": 5 * x.size,
-        "grid": b * cdiv(inner, config["BLOCK_M"]),
+        "n": n,
+        "inner": inner,
+        "UNIT": host.unit(inner),
+        "INDEX": host.index_type(max(n, inner)),
+        "OP": launch.op,
     }
 
 
-def forward(launch: Launch, x, where, keeps: bool):
-    """x [b, n, i], where the same with fewer rows or sizes of 1 -> result; if it `keeps` them, maxima and logarithms of sums."""
+def _launch(launch: Launch, kernel, arguments: dict[str, Any], x, outputs, name: str) -> tuple:
     b, n, inner = x.shape
-    config, arguments = _arguments(launch, x, where, "fwd" if keeps else "out")
-    results = [jax.ShapeDtypeStruct((b, inner) if launch.op == "logsumexp" else x.shape, x.dtype)]
-    results += [jax.ShapeDtypeStruct((b, inner), jnp.float32)] * (2 * keeps)
-    absent: dict[str, Any] = {} if keeps else {"top_ptr": None, "log_ptr": None}
-    one = n <= config["BLOCK_N"]
-    return launch(_strided_forward_kernel, x, **arguments, **absent, ONE_BLOCK=one, out_type=results)
+    heuristic = strided_config(b, n, inner, x.dtype.itemsize)
+    config = launch.choose(
+        heuristic,
+        (_strided_forward_kernel, _strided_backward_kernel),
+        arguments,
+        name=name,
+        rounded=("n", "inner"),
+        aligned=("inner",),
+        b=next_power_of_2(b),
+    )
+    more = {"ONE_BLOCK": n <= config["BLOCK_N"]} if kernel is _strided_forward_kernel else {}
+    out = launch(
+        kernel,
+        outputs=outputs,
+        config=config.without("PROGRAMS"),
+        grid=b * cdiv(inner, config["BLOCK_M"]),
+        flops=5 * x.size,
+        **more,
+        **arguments,
+    )
+    return tuple(value for value in out.values() if value is not None)
 
 
-def backward(launch: Launch, a, g, top, log, where):
+def forward(launch: Launch, x, where) -> tuple:
+    """x [b, n, i], where the same with fewer rows or sizes of 1 -> result; if it is wanted, maxima and logarithms of sums."""
+    b, _, inner = x.shape
+    keeps = launch.residuals and launch.op != "softmax"
+    of_columns = jax.ShapeDtypeStruct((b, inner), jnp.float32) if keeps else None
+    y = jax.ShapeDtypeStruct((b, inner) if launch.op == "logsumexp" else x.shape, x.dtype)
+    outputs = {"y_ptr": y, "top_ptr": of_columns, "log_ptr": of_columns}
+    arguments = {"x_ptr": x, **_masked(launch, x, where)}
+    return _launch(launch, _strided_forward_kernel, arguments, x, outputs, "fwd_strided" if keeps else "out_strided")
+
+
+def backward(launch: Launch, a, g, kept: Kept | None, where):
     """a [b, n, i] and g, of its shape or [b, i] -> dx."""
-    _, arguments = _arguments(launch, a, where, "vjp")
-    return launch(_strided_backward_kernel, a, g, top, log, **arguments, out_type=jax.ShapeDtypeStruct(a.shape, a.dtype))
+    outputs = {"dx_ptr": jax.ShapeDtypeStruct(a.shape, a.dtype)}
+    arguments = {"a_ptr": a, "g_ptr": g, "kept": kept, **_masked(launch, a, where)}
+    return _launch(launch, _strided_backward_kernel, arguments, a, outputs, "vjp_strided")[0]

@@ -1,21 +1,13 @@
-"""Device functions that several ops share, and what their launchers tell them."""
-
-import math
+"""Device functions that several ops share."""
 
 from jtops._compat.triton import tl, triton
-
-# Counts of rows, and what follows from them. Whether 16 divides them aligns no address: no kernel is compiled anew for it.
-COUNTS = (
-    *("r", "m", "tiles", "programs", "parts", "group_rows", "rows_per_part", "splits", "shares"),
-    *(f"{name}_{part}" for name in ("where", "residual", "scale", "bias", "x", "y") for part in ("inner", "own", "rows")),
-)
-counted = triton.jit(do_not_specialize_on_alignment=COUNTS)
 
 
 @triton.jit
 def row(b, rows):
     """The row of an operand that serves row b of the call; `rows` is the operand's `Rows`."""
-    return b // rows.inner % rows.own
+    # Counts past 2^31 would be unsigned beside b, which `//` refuses.
+    return b // tl.full((), rows.inner, b.dtype) % tl.full((), rows.own, b.dtype)
 
 
 @triton.jit
@@ -25,20 +17,26 @@ def own_row(row, inner, own):
 
 
 @triton.jit
-def multiple_of(n, UNIT: tl.constexpr):
-    """`n`, which is a multiple of UNIT, in a form from which the compiler sees it: what is aligned is loaded by vectors."""
+def length(n, UNIT: tl.constexpr, INDEX: tl.constexpr):
+    """`n`, which is a multiple of UNIT, in a form from which the compiler sees it: what is aligned is loaded by vectors.
+
+    INDEX: where positions among n need 64 bits (see `index_type` of `jtops.kernels._lib.rows.host`), n has them, too.
+    """
+    if INDEX is not None:
+        n = tl.full((), n, tl.int64)
     return n // UNIT * UNIT
 
 
-def unit(n: int) -> int:
-    """UNIT for a size: a multiple of 16 is known to be one already, what else a vector of 8 divides has to be said."""
-    return 1 if n % 16 == 0 else math.gcd(n, 8)
+@triton.jit
+def position(i, INDEX: tl.constexpr):
+    """A count of blocks in the type of positions, which the INDEX of a length says."""
+    return i.to(tl.int32 if INDEX is None else tl.int64)
 
 
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def exp(x):
     """exp(x), where what is below 2^-126 may be 0: a third of the instructions of ``tl.exp``, which scales to save it."""
-    return tl.exp2(x * _LOG2E)
+    return tl.exp2(x * LOG2E)

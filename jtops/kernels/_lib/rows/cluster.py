@@ -4,44 +4,11 @@ Each writes into the shared memory of all others, and a barrier there counts wha
 whole GPU. From sm_90 on; a kernel that uses this is launched with ``cluster_size``. PTX ISA, st.async and mbarrier.
 """
 
-from typing import Any
-
 from jtops._compat.triton import tl, triton
-from jtops.core.sizes import cdiv
-from jtops.errors import UnsupportedError
-from jtops.kernels._lib.frame.launch import Config, Launch
 
-
-def has_clusters(launch: Launch) -> bool:
-    """Whether programs can tell each other anything: not in the interpreter, which runs one after the other."""
-    target = launch.target
-    return not launch.interpret and target.platform == "cuda" and isinstance(target.arch, int) and target.arch >= 90
-
-
-def fits(launch: Launch, config: Config, n: int) -> bool:
-    """Whether a row of n elements fits the registers of a program, or of a cluster, as `config` has them."""
-    cluster = config["cluster_size"] or 1
-    if cluster > 1 and not has_clusters(launch):
-        where = "the interpreter" if launch.interpret else launch.target
-        raise UnsupportedError(f"{launch.op}: cluster_size={cluster} needs clusters, from sm_90 on; running in {where}.")
-    if cluster > 1 and config["BLOCK_M"] > 1:
-        raise UnsupportedError(f"{launch.op}: programs of a cluster share one row at a time: BLOCK_M must be 1; got {config!r}.")
-    return n <= config["BLOCK_N"] * cluster
-
-
-def cluster_parts(config: Config, n: int, programs: int) -> dict[str, Any]:
-    """What a kernel must know of its clusters where so many clusters share rows of n elements, and the grid."""
-    size = config["cluster_size"] or 1
-    return {
-        "part_n": cdiv(cdiv(n, size), 16) * 16,
-        "CLUSTER": size,
-        "FULL": n >= size * config["BLOCK_N"],
-        "grid": programs * size,
-    }
-
-
-# What is declared outside braces is seen by the code below. Two turns: a slow reader of one may be told the next already. That all
-# members have begun is waited for when the first turn comes, after the loads that lead to it.
+# What is declared outside braces is seen by the code below. Slots are double-buffered, because a peer may post turn i + 1 while
+# a slow member still reads turn i. The wait for all members to start happens at the first exchange, so that the first loads
+# overlap it.
 _START: tl.constexpr = tl.constexpr("""
     .shared .align 16 .b8 told[128];
     .shared .align 8 .b8 heard[16];
@@ -95,7 +62,7 @@ def part_of_row(pid, part_n, n, BLOCK_N: tl.constexpr, CLUSTER: tl.constexpr, FU
     """Once in a program, first of all: -> the cluster's number, this member's, its columns [1, BLOCK_N], and which are in the row.
 
     A member has `part_n` neighbouring columns, a multiple of 16; without clusters a program has all. FULL: every block is full. For
-    shifted rows (see `vectors`) n is the number of lanes.
+    shifted rows (see `rows.device`) n is the number of lanes.
     """
     part = 0
     cols = tl.arange(0, BLOCK_N)[None, :]

@@ -1,0 +1,89 @@
+"""What launchers of row ops work out: the grids of whole and of long rows, and what kernels must know of them."""
+
+import math
+from typing import Any, NamedTuple
+
+from jtops.core.sizes import cdiv, next_power_of_2
+from jtops.kernels._lib.frame.launch import Config
+
+ALL = 1 << 30  # PROGRAMS: one for each tile
+
+
+class Tiles(NamedTuple):
+    """How programs, or clusters of them, share `r` whole rows: each has `tiles` tiles, which lie `programs` tiles apart."""
+
+    r: int
+    tiles: int
+    programs: int
+
+
+class Split(NamedTuple):
+    """How programs share each long row: `splits` parts of `blocks` blocks. `index` is the type of a position in the row."""
+
+    splits: int
+    blocks: int
+    index: str | None
+
+
+def index_type(n: int) -> str | None:
+    """None where 32 bits hold each position among n elements, and those of the last block past them; else the type that does."""
+    largest_block = 1 << 20  # that Triton takes
+    return None if n < 2**31 - 2 * largest_block else "int64"
+
+
+def unit(n: int) -> int:
+    """UNIT for a size: a multiple of 16 is known to be one already, what else a vector of 8 divides has to be said."""
+    return 1 if n % 16 == 0 else math.gcd(n, 8)
+
+
+def vector(r: int, n: int, itemsize: int, room: float = math.inf) -> int:
+    """Elements of a vector if rows have to be shifted, by up to one less, and `room` lanes are enough for it; else 1.
+
+    Not where the array's end cuts a vector, which must not be read.
+    """
+    size = 16 // itemsize
+    return size if n % size and r * n % size == 0 and 4 * size <= n <= room - size + 1 else 1
+
+
+def stages(config: Config) -> int:
+    """STAGES: how many tiles a kernel's loop has on their way; one unless the config says more."""
+    return config["num_stages"] or 1
+
+
+def room(config: Config) -> int:
+    """Elements of the longest row that a program, or a cluster of them, holds in its registers."""
+    return config["BLOCK_N"] * config["cluster_size"]
+
+
+def whole_rows(config: Config, r: int, lanes: int) -> dict[str, Any]:
+    """Arguments of a kernel that holds rows of so many lanes, and the grid of its launch."""
+    total = cdiv(r, config["BLOCK_M"])
+    programs = min(config["PROGRAMS"] or total, total)
+    return {"work": Tiles(r, cdiv(total, programs), programs), **clustered(config, lanes, programs)}
+
+
+def clustered(config: Config, lanes: int, programs: int) -> dict[str, Any]:
+    """What a kernel must know of its clusters, where `programs` of them share rows of so many lanes; and the grid."""
+    size = config["cluster_size"]
+    return {
+        "part_n": cdiv(cdiv(lanes, size), 16) * 16,
+        "CLUSTER": size,
+        "FULL": lanes >= room(config),
+        "STAGES": stages(config),
+        "config": config.without("PROGRAMS"),
+        "grid": programs * size,
+    }
+
+
+def long_rows(config: Config, r: int, n: int, vector: int = 1) -> dict[str, Any]:
+    """Arguments of a kernel that shares r rows of n elements, shifted if `vector` is more than 1, and the grid of its launch."""
+    blocks = cdiv(cdiv(n + vector - 1, vector) * vector, config["BLOCK_N"])
+    each = cdiv(blocks, max(1, (config["PROGRAMS"] or r * blocks) // r))
+    splits = cdiv(blocks, each)
+    return {
+        "split": Split(splits, each, index_type(n)),
+        "SPLITS": next_power_of_2(splits),
+        "STAGES": stages(config),
+        "config": config.without("PROGRAMS", "BLOCK_M"),
+        "grid": r * splits,
+    }
