@@ -152,7 +152,7 @@ def test_case_5_tails(s, t, d, implementation):
 )
 def test_case_5_same_bits_every_time(b, s, h, d, dtype):
     operands = qkv(s, s, h=h, d=d, b=b, dtype=dtype)
-    f = jax.jit(lambda *a: both(functools.partial(attention, implementation="triton"), *a))
+    f = jax.jit(lambda *a: both(functools.partial(attention, implementation="triton", deterministic=True), *a))
     first = f(*operands)
     for i in range(10):
         _ = jax.block_until_ready(jnp.full((64 * 2**20,), jnp.nan, jnp.float32) + i)  # what memory is used next holds NaN
@@ -426,3 +426,32 @@ def test_case_78_numpy_and_python_ints():
             attention(q, k, v, kv_lengths=np.asarray([4, 4], np.int64))
         with pytest.raises(TypeError, match="must fit int32"):
             attention(q, k, v, kv_lengths=2**40)
+
+
+# ---- deterministic
+
+
+def test_deterministic_is_argument_setting_and_xlas_flag(monkeypatch):
+    """The argument counts before the setting, that before XLA's flags; it is known when a call is traced."""
+    q = jnp.ones((1, 4, 1, 16), jnp.bfloat16)
+    said = lambda **kw: [dict(e.params["jaxpr"].eqns[-1].params["call"].options)["deterministic"]
+                         for e in jax.make_jaxpr(lambda q: attention(q, q, q, **kw))(q).eqns if "jaxpr" in e.params]  # fmt: skip
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert said() == [False]
+    assert said(deterministic=True) == [True]
+    with jtops.config.deterministic("on"):
+        assert said() == [True]
+        assert said(deterministic=False) == [False]
+    for flags, want in [
+        ("--xla_gpu_deterministic_ops", True),
+        ("--a=b --xla_gpu_deterministic_ops=true --c", True),
+        ("--xla_gpu_exclude_nondeterministic_ops=1", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_deterministic_ops_of_mine=true", False),
+    ]:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert jtops.config.is_deterministic() is want, flags
+    with jtops.config.deterministic("off"):
+        assert said() == [False]
+    with pytest.raises(TypeError, match="deterministic must be True, False or None; got 'yes'"):
+        attention(q, q, q, deterministic="yes")

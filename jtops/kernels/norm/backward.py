@@ -51,6 +51,9 @@ class Shares(NamedTuple):
     count: int
 
 
+_SHARES = 8192  # that each program of a launch sums anew; more, of rows of millions, are summed before
+
+
 @triton.jit
 def _statistic(ptr, rows, mask):
     """A column of a statistic per row; 0 where it is absent, as the mean is in rms_norm."""
@@ -335,6 +338,9 @@ def _long(launch: Launch, config: Config, arguments: dict[str, Any], group_rows:
         STAGES=host.stages(config),
         **arguments,
     )
+    shares = Shares(got["sum_w_ptr"], got["sum_wx_ptr"], blocks)
+    if blocks > _SHARES:
+        shares = Shares(*(None if s is None else s.sum(1, keepdims=True) for s in shares[:2]), 1)
     block = config["BLOCK_M"] * config["BLOCK_N"]
     dx = launch(
         _dx_kernel,
@@ -342,8 +348,8 @@ def _long(launch: Launch, config: Config, arguments: dict[str, Any], group_rows:
         config=Config(BLOCK_N=block, num_warps=config["num_warps"]),
         grid=r * cdiv(n, block),
         flops=8 * r * n,
-        shares=Shares(got["sum_w_ptr"], got["sum_wx_ptr"], blocks),
-        SHARES=next_power_of_2(blocks),
+        shares=shares,
+        SHARES=next_power_of_2(shares.count),
         **arguments,
     )
     return dx["dx_ptr"], [got[name] for name in sums if got[name] is not None]

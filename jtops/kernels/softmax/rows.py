@@ -244,8 +244,8 @@ def _long_forward_kernel(
     STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: one part of a row. It finds the part's maximum and sum, unless all parts' are `found`; then it writes them, where
-    they are asked for, and else the result.
+    """One program: one part of a row. It finds the part's maximum and sum, unless all parts' are `found`; then it writes these, if
+    it is asked to, or else the result.
 
     Loop invariant of the first pass: what a thread has read so far has maximum m and sum s of exp(x - m); threads meet only after
     it. NEAR elements of a thread are neighbours (AXIS 1), or, where rows are not aligned for that, neighbours of other threads'.
