@@ -18,11 +18,11 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs share each long row: `splits` parts of `blocks` blocks. `position` is the type of one in the row."""
+    """How programs share each long row: `splits` parts of `blocks` blocks. `index` is the type of a position in the row."""
 
     splits: int
     blocks: int
-    position: str | None
+    index: str | None
 
 
 def index_type(n: int) -> str | None:
