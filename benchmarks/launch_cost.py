@@ -2,7 +2,7 @@
 
 A chain of 200 small kernels in one jitted program, timed from call to completion and divided by 200: XLA's own fusion, and a
 Triton kernel of the same maths by each path, with the CUDA graphs that XLA makes by default and without. A second kernel has
-much text. Values are checked; the record is written under benchmarks/results.
+much text, a third one takes tensor descriptors. Values are checked; the record is written under benchmarks/results.
 """
 
 import argparse
@@ -43,6 +43,11 @@ def long_step_kernel(x_ptr, o_ptr, n, BLOCK: tl.constexpr = 1024):
     tl.store(o_ptr + i, x * 1.0001 + 1, mask=i < n)
 
 
+@triton.jit
+def descriptor_step_kernel(x_desc, o_desc):
+    o_desc.store([0, 0], x_desc.load([0, 0]) * 1.0001 + 1)
+
+
 def by_xla(x):
     return jax.lax.optimization_barrier(x * 1.0001 + 1)
 
@@ -56,12 +61,20 @@ def by_kernel(kernel):
     return step
 
 
+def by_descriptors(x):
+    tile = lambda base: jtops.TensorDescriptor.from_array(base, (64, 64))
+    out = tile(jax.ShapeDtypeStruct((64, 64), x.dtype))
+    y = jtops.triton_call(tile(x.reshape(64, 64)), kernel=descriptor_step_kernel, out_type=out, grid=1, num_warps=4)
+    return y.reshape(x.shape)
+
+
 IMPLEMENTATIONS = {
     "xla": (by_xla, None),
     "ffi": (by_kernel(step_kernel), "ffi"),
     "ptx": (by_kernel(step_kernel), "ptx"),
     "ffi, long text": (by_kernel(long_step_kernel), "ffi"),
     "ptx, long text": (by_kernel(long_step_kernel), "ptx"),
+    "ffi, descriptors": (by_descriptors, "ffi"),
 }
 
 

@@ -14,6 +14,7 @@ from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels.add import add
 from jtops.kernels.attention import flash_attention
+from jtops.kernels.gated_linear_unit import gated_linear_unit
 from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jtops.kernels.softmax import log_softmax, logsumexp, softmax
@@ -33,6 +34,7 @@ __all__ = [
     "explain",
     "export_checks",
     "flash_attention",
+    "gated_linear_unit",
     "layer_norm",
     "log_softmax",
     "logsumexp",

@@ -18,6 +18,8 @@ REFERENCE_EXCEPTIONS = {
     ("flash_attention", "float32"): 16.0,  # a gradient is three products in a row, each a sum of up to 90 terms
     ("matmul", "float32"): 8.0,  # sums of dozens of terms, and of what the activation's derivative has cancelled to
     ("matmul", "split", "float32"): 32.0,  # a sum of 1300 terms, which XLA adds in an order of each CPU's own
+    ("gated_linear_unit", "float32"): 8.0,  # as matmul's; an error of either product is as many times larger as the other is large
+    ("gated_linear_unit", "split", "float32"): 32.0,  # as matmul's
     ("layer_norm", "mean", "float32"): 400.0,  # x itself is rounded at 100 times the size of the spread that is left of it
     ("layer_norm", "epsilon", "float32"): 8.0,  # sums of 48 products that nearly cancel
 }
@@ -28,6 +30,7 @@ KERNEL_EXCEPTIONS = {
     ("flash_attention", "float16"): 4.0,
     ("flash_attention", "bfloat16"): 4.0,
     ("matmul", "float32"): 8.0,  # three TF32 products leave out that of both small parts, 2^-22 of each term
+    ("gated_linear_unit", "float32"): 8.0,  # as matmul's
     ("logsumexp", "float32"): 4.0,  # p comes again from x - maximum - logarithm: what rounds off the logarithm is that share of p
     ("flash_attention", "float32"): 8.0,  # p comes again from score - lse: what rounds off a score is that share of p
 }

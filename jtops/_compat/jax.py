@@ -119,9 +119,10 @@ def vary_together(arrays):
     return [jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if (missing := varying - varying_axes(x)) else x for x in arrays]
 
 
-def shaped_array(shape, dtype, varying: frozenset[str] = frozenset()):
-    """The abstract value of a result that varies over `varying` mesh axes, in the mesh of the context."""
-    sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec())
+def shaped_array(shape, dtype, varying: frozenset[str] = frozenset(), sharding: jax.sharding.NamedSharding | None = None):
+    """The abstract value of a result that varies over `varying` mesh axes; None: replicated in the mesh of the context."""
+    if sharding is None:
+        sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec())
     return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying))
 
 

@@ -22,11 +22,9 @@ __all__ = [
     "BACKEND_OPTIONS",
     "HAS_TRITON",
     "INTERPRET_MODE",
-    "ASTSource",
     "Autotuner",
     "CompilationError",
     "GPUTarget",
-    "GluonASTSource",
     "Heuristics",
     "JITFunction",
     "cache_manager",
@@ -42,9 +40,11 @@ __all__ = [
     "make_backend",
     "ptxas",
     "require_triton",
+    "source_of",
     "tl",
     "tma_data_type",
     "triton",
+    "when_compiled",
 ]
 
 try:

@@ -58,7 +58,7 @@ class TensorDescriptor:
 
     @property
     def dtype(self) -> np.dtype:
-        """The array's."""
+        """Type of the array's elements."""
         return np.dtype(self.base.dtype)
 
     def _check(self):

@@ -18,7 +18,7 @@ _FLAX = re.compile(r"jtops_(\w+?)_flax__(\w+)")  # the one in which a layer leav
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Launch:
+class Launched:
     """One kernel launch of a program, or one op that runs as XLA code instead."""
 
     name: str  # as profiles show it
@@ -29,13 +29,14 @@ class Launch:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its compile-time constants
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # num_warps, num_stages, ... in force
     config: str = ""  # where an op's config is from: "explicit", "tuned table (user)", "tuned table (shipped)", "heuristic"
+    variant: str = ""  # of an op with several kernels for a stage: which, and why those before it did not fit
     grid: tuple[int, int, int] | None = None
     shared_bytes: int | None = None  # per program
     registers: int | None = None  # per thread
     spill_bytes: int | None = None  # per thread
 
 
-class Explanation(tuple[Launch, ...]):
+class Explanation(tuple[Launched, ...]):
     """The launches of a program, in the order in which they were lowered; prints as a table."""
 
     __slots__ = ()
@@ -43,7 +44,20 @@ class Explanation(tuple[Launch, ...]):
     def __repr__(self):
         if not self:
             return "This call launches no kernel of jtops and uses no op of jtops."
-        head = ("name", "kernel", "blocks", "options", "config", "grid", "target", "path", "shared", "registers", "reason")
+        head = (
+            "name",
+            "kernel",
+            "blocks",
+            "options",
+            "config",
+            "variant",
+            "grid",
+            "target",
+            "path",
+            "shared",
+            "registers",
+            "reason",
+        )
         rows = [head, *(_row(launch) for launch in self)]
         filled = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
         widths = {i: max(len(row[i]) for row in rows) for i in filled}
@@ -53,15 +67,15 @@ class Explanation(tuple[Launch, ...]):
     __str__ = __repr__
 
 
-def _row(launch: Launch) -> tuple[str, ...]:
+def _row(launch: Launched) -> tuple[str, ...]:
     said = lambda items: " ".join(f"{k}={v}" for k, v in items.items())
     number = lambda n: "" if n is None else str(n)
     spilled = f" (spills {launch.spill_bytes} B)" if launch.spill_bytes else ""
     sizes = {k: v for k, v in launch.constants.items() if isinstance(v, int) and not isinstance(v, bool)}
     grid = "" if launch.grid is None else "x".join(map(str, launch.grid))
     return (
-        launch.name, launch.kernel or "", said(sizes), said(launch.options), launch.config, grid, launch.target, launch.path,
-        number(launch.shared_bytes), number(launch.registers) + spilled, launch.reason,
+        launch.name, launch.kernel or "", said(sizes), said(launch.options), launch.config, launch.variant, grid, launch.target,
+        launch.path, number(launch.shared_bytes), number(launch.registers) + spilled, launch.reason,
     )  # fmt: skip
 
 
@@ -80,9 +94,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
 
     Returns:
-      A tuple of `Launch` records (name, path, reason, target, kernel, constants, options, config, grid and, compiled for a GPU,
-      shared_bytes, registers, spill_bytes) that prints as a table. Where several devices share a program automatically, XLA
-      decides about an op's kernels while it splits the program, and one record says that.
+      A tuple of `Launched` records (name, path, reason, target, kernel, constants, options, config, variant, grid and, compiled
+      for a GPU, shared_bytes, registers, spill_bytes) that prints as a table. Where several devices share a program automatically,
+      XLA decides about an op's kernels while it splits the program, and one record says that.
 
     Raises:
       UnsupportedError, KernelCompileError: as lowering the call would.
@@ -105,23 +119,23 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     by_xla = [(f"jtops_{op}", why) for op in told] + [
         (layer, f"Flax's own code: {reason.replace('_', ' ').strip()}") for layer, reason in flax
     ]
-    return Explanation((*map(_launch, noted), *(Launch(name, "XLA", reason, _platform(named)) for name, reason in by_xla)))
+    return Explanation((*map(_launch, noted), *(Launched(name, "XLA", reason, _platform(named)) for name, reason in by_xla)))
 
 
 def _platform(named: Target | None) -> str:
     return jax.default_backend() if named is None else named.platform
 
 
-def _launch(note: notes.Note) -> Launch:
+def _launch(note: notes.Note) -> Launched:
     call, compiled = note.call, note.compiled
     if call is None:
-        return Launch(note.name, note.path, note.reason, note.platform)
+        return Launched(note.name, note.path, note.reason, note.platform)
     options = dict(call.options)
     if compiled is not None:
         options |= {"num_warps": compiled.num_warps, "num_stages": compiled.triton_kernel.metadata.num_stages}
         options["num_ctas"] = compiled.num_ctas
     usual = {"enable_fp_fusion": True, "num_ctas": 1}
-    return Launch(
+    return Launched(
         name=note.name,
         path=note.path,
         reason=note.reason,
@@ -129,7 +143,8 @@ def _launch(note: notes.Note) -> Launch:
         kernel=call.kernel.__name__,
         constants={name: p.value for _, name, p in leaves(call.bound) if isinstance(p, Constexpr)},
         options={k: v for k, v in sorted(options.items(), reverse=True) if usual.get(k) != v},
-        config=call.config_source,
+        config=call.origin[0],
+        variant=call.origin[1],
         grid=call.grid,
         **({} if compiled is None else resources.used(compiled)),
     )

@@ -37,14 +37,14 @@ def listening() -> contextlib.AbstractContextManager[list[Note]]:
     return setting(_local, "notes", [])
 
 
-def config_from(source: str) -> contextlib.AbstractContextManager[str]:
-    """Calls that this thread binds meanwhile have a config from there."""
-    return setting(_local, "source", source)
+def config_from(source: str, variant: str = "") -> contextlib.AbstractContextManager[tuple[str, str]]:
+    """Inside the context, calls that this thread binds record `source` as the origin of their config, and their op's variant."""
+    return setting(_local, "origin", (source, variant))
 
 
-def config_source() -> str:
-    """Where the config of a call that is bound now comes from; "" for a call of the user's own."""
-    return getattr(_local, "source", None) or ""
+def origin() -> tuple[str, str]:
+    """Where the config of a call that is bound now comes from, and its op's variant; "" for a call of the user's own."""
+    return getattr(_local, "origin", None) or ("", "")
 
 
 def add_partitioned(name: str, platform: str) -> None:

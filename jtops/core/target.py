@@ -40,7 +40,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: "int | float | str | Target") -> "Target":
-        """From ``90``, ``"90"``, ``"9.0"``, ``"sm_90"``, ``"sm_90a"`` or ``"gfx942"``; a target is itself."""
+        """The target that ``90``, ``"90"``, ``"9.0"``, ``"sm_90"``, ``"sm_90a"`` or ``"gfx942"`` names; a target names itself."""
         if isinstance(text, Target):
             return text
         name = str(text).strip().lower()
@@ -54,6 +54,11 @@ class Target:
     def platform(self) -> str:
         """JAX's platform name."""
         return "cuda" if isinstance(self.arch, int) else "rocm"
+
+    @property
+    def has_clusters(self) -> bool:
+        """Can programs run together in thread block clusters?"""
+        return isinstance(self.arch, int) and self.arch >= 90
 
     @property
     def max_shared_bytes(self) -> int:

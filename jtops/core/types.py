@@ -44,7 +44,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class Output:
     """The call's output number `index`."""
 
     index: int
@@ -94,7 +94,7 @@ class Constexpr:
 class Descriptor:
     """A tensor descriptor of operand or result `array`, made on the host; see core.descriptor.TensorDescriptor."""
 
-    array: Operand | Result
+    array: Operand | Output
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class Items:
         return tuple(values) if self.kind is tuple else self.kind(*values)
 
 
-Param = Operand | Result | Scalar | Constexpr | Descriptor | Items
+Param = Operand | Output | Scalar | Constexpr | Descriptor | Items
 Bound = tuple[tuple[str, Param], ...]
 
 
@@ -147,10 +147,10 @@ def triton_type(dtype) -> str:
         raise TypeError(f"dtype {dtype} has no Triton type; supported are {supported}.") from None
 
 
-def array_of(param: Param) -> Operand | Result | None:
+def array_of(param: Param) -> Operand | Output | None:
     """The operand or result that a parameter points to, if it does."""
     param = param.array if isinstance(param, Descriptor) else param
-    return param if isinstance(param, Operand | Result) else None
+    return param if isinstance(param, Operand | Output) else None
 
 
 _RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
@@ -191,14 +191,14 @@ class Parameter:
 
     path: tuple[int, ...]  # number of the kernel's parameter, then of the item in each tuple
     name: str  # such as x[1] or mask.left
-    value: Operand | Result | Scalar | Constexpr | Descriptor
+    value: Operand | Output | Scalar | Constexpr | Descriptor
     type: str  # Triton's; "constexpr" for a constant
     aligned: bool  # Triton is told that it divides by 16: arrays, because XLA aligns them, and such numbers
     folds: bool  # an integer 1, which Triton compiles in rather than taking it at a launch
 
 
 def parameters(kernel, bound: Bound, type_of_array: Callable[[str, Any], str]) -> tuple[Parameter, ...]:
-    """Of a bound kernel; ``type_of_array(name, value)`` is Triton's type of what points to an array.
+    """All parameters of a bound kernel; ``type_of_array(name, value)`` is Triton's type of what points to an array.
 
     The kernel's own declaration may forbid to compile for alignment, for the value 1, or for both.
     """
@@ -209,7 +209,7 @@ def parameters(kernel, bound: Bound, type_of_array: Callable[[str, Any], str]) -
             made.append(Parameter(path, name, value, "constexpr", aligned=False, folds=False))
             continue
         number = isinstance(value, Scalar) and value.type not in ("i1", "fp32", "fp64")
-        divides = isinstance(value, Operand | Result) or (number and value.value % 16 == 0)
+        divides = isinstance(value, Operand | Output) or (number and value.value % 16 == 0)
         aligned = divides and not (own.do_not_specialize or own.do_not_specialize_on_alignment)
         one = number and value.type == "i32" and value.value == 1
         kind = value.type if isinstance(value, Scalar) else type_of_array(name, value)

@@ -1,10 +1,15 @@
 """Case 51: importing and using jtops where there is no GPU, and where there is no Triton."""
 
+import ast
+import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import jtops
 
 PROBE = """
 import sys
@@ -90,3 +95,19 @@ for use in (lambda: jtops.softmax(x, implementation="interpret"), lambda: jtops.
 def test_without_triton():
     """References work, and a kernel says what is missing."""
     probe(before="sys.modules['triton'] = None", after=WITHOUT_TRITON)
+
+
+@pytest.mark.parametrize("name", ["jax", "triton", "gluon"])
+def test_compat_says_what_it_offers(name):
+    """What the rest of jtops takes of a module of `_compat` is in its ``__all__``, and what is there exists."""
+    module = importlib.import_module(f"jtops._compat.{name}")
+    taken = set()
+    for path in Path(jtops.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        taken |= {a.name for node in imports if node.module == module.__name__ for a in node.names}
+        aliases = {a.asname or a.name for node in imports if node.module == "jtops._compat" for a in node.names if a.name == name}
+        used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        taken |= {node.attr for node in used if node.value.id in aliases}
+    assert taken <= set(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)

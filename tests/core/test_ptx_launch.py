@@ -128,7 +128,7 @@ def test_numbers_become_immediates_and_unread_parameters_go():
     assert pointers(ptx) == 3
     given = {"b32": [(300, "i4"), (0.1, "f4")], "b64": [(2**40, "i8")], "b16": [(True, "i2")]}
     for kind, numbers in given.items():
-        moved = re.findall(rf"mov\.{kind}\s+%\w+, (0x\w+);", ptx)
+        moved = re.findall(rf"mov\.{kind}\s+%\w+,(0x\w+);", ptx)
         assert {f"{int.from_bytes(np.array(*number).tobytes(), 'little'):#x}" for number in numbers} <= set(moved)
     assert "ld.const" not in ptx
     assert ptx.count("ld.param") == 3  # the pointers

@@ -50,7 +50,7 @@ def compile_kernel(
             "process. Unset it; interpret=True and jtops.config.interpret() need no variable."
         )
     for option in ("num_ctas", "cluster_size"):
-        if (ctas := dict(options).get(option, 1)) > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
+        if (ctas := dict(options).get(option, 1)) > 1 and not target.has_clusters:
             raise ValueError(f"kernel {kernel.__name__}: {option}={ctas} needs clusters, from sm_90 on; compiling for {target}.")
     try:
         content = triton_compat.kernel_key(kernel)

@@ -6,7 +6,7 @@ from jtops.errors import KernelCompileError
 
 
 def in_clusters(kernel, ptx: str, size: int) -> str:
-    """`ptx` whose kernel says of itself that its launches form clusters: so does every launch path, knowing nothing of it."""
+    """`ptx` with the shape of its clusters in it, so that no launch path has to know about clusters."""
     if size == 1:
         return ptx
     asked, count = re.subn(r"^(\s*\.reqntid [\d, ]+)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx, flags=re.M)
@@ -15,11 +15,15 @@ def in_clusters(kernel, ptx: str, size: int) -> str:
     return asked
 
 
-_PTX_DEBUG_LINE = re.compile(r"^\s*(?:\.(?:loc|file)\s.*|\$L__(?:tmp|func_begin|func_end)\d+:|//.*)$")
+_DEBUG_LINE = re.compile(r"^\s*(?:\.(?:loc|file)\s.*|\$L__(?:tmp|func_begin|func_end)\d+:|//.*)$")
+_IDLE = ((" \t", " "), ("\n\t", "\n"), ("\t", " "), (", ", ","))  # strings, which pragmas alone have, hold none of these
 
 
 def strip_ptx(ptx: str) -> str:
-    """`ptx` without line tables and comments: smaller, quicker to launch, and the same on every host (line tables hold paths)."""
+    """`ptx` without line tables, comments and idle blanks: smaller, and the same on every host (line tables hold paths)."""
     code = ptx.split("\n\t.section\t.debug", 1)[0]  # LLVM writes debug sections last
-    lines = (line.split("//", 1)[0].rstrip() for line in code.split("\n") if not _PTX_DEBUG_LINE.match(line))
-    return "\n".join(line for line in lines if line) + "\n"
+    lines = (line.split("//", 1)[0].rstrip() for line in code.split("\n") if not _DEBUG_LINE.match(line))
+    text = "\n".join(line for line in lines if line) + "\n"
+    for idle, kept in _IDLE:
+        text = text.replace(idle, kept)
+    return text

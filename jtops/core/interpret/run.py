@@ -33,7 +33,7 @@ from jtops.core.types import (
     Descriptor,
     Items,
     Operand,
-    Result,
+    Output,
     Scalar,
     array_of,
     leaves,
@@ -50,7 +50,7 @@ def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, alias
     """
     if triton_compat.is_gluon(kernel):
         raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
-    names = {(isinstance(a, Result), a.index): name for _, name, p in leaves(bound) if (a := array_of(p))}
+    names = {(isinstance(a, Output), a.index): name for _, name, p in leaves(bound) if (a := array_of(p))}
     memory = Memory(inputs, outputs, names, aliases, zeroed)
     _machine().run(kernel, bound, grid, memory)
     for mine, out in zip(memory.results, outputs, strict=True):
@@ -156,7 +156,7 @@ class _Machine(Language):
                 strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
                 block = [tl.constexpr(b) for b in param.block_shape]
                 return self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
-            if isinstance(param, Operand | Result):
+            if isinstance(param, Operand | Output):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))
                 return self.tensor(self.handle(np.array([array.ctypes.data], np.uint64), ty), ty)
@@ -278,7 +278,7 @@ def _tl_type(tl, dtype):
 
 def _user_line(error: BaseException) -> str:
     """Where in the kernels' sources `error` arose: the last traceback frame that is neither Triton's nor ours."""
-    ours, found = os.path.dirname(__file__), ""
+    ours, found = os.path.dirname(os.path.dirname(__file__)), ""
     step = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code

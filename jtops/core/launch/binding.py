@@ -12,7 +12,7 @@ from jtops._compat import triton as triton_compat
 from jtops.core.descriptor import TensorDescriptor, bound_descriptor
 from jtops.core.launch.inplace import alias_pairs
 from jtops.core.launch.options import check_hashable, nearest
-from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Result, as_scalar, is_shaped, triton_type
+from jtops.core.types import Bound, Constexpr, Descriptor, Items, Operand, Output, as_scalar, is_shaped, triton_type
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
@@ -105,7 +105,7 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
             + (" An aliased output has none: the kernel writes through its operand's pointer." if aliases else "")
         )
     for i, n in zip(own, free, strict=True):
-        bound[n] = _described(kernel, n, outs[i], Result(i)) if isinstance(outs[i], TensorDescriptor) else Result(i)
+        bound[n] = _described(kernel, n, outs[i], Output(i)) if isinstance(outs[i], TensorDescriptor) else Output(i)
     operands = tuple((n, bound[n]) for n, p in params.items() if n in given and not p.is_constexpr)
     types = [out_array(kernel, out) for out in outs]
     return tuple((n, bound[n]) for n in params), arrays, alias_pairs(kernel, aliases, operands, arrays, types)

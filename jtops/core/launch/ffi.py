@@ -10,14 +10,14 @@ import zlib
 from jtops._compat import jax as jax_compat
 from jtops.core.compile.kernel import CompiledKernel
 from jtops.core.descriptor import launch_parameters
-from jtops.core.types import Descriptor, Operand, Parameter, Result, Scalar
+from jtops.core.types import Descriptor, Operand, Output, Parameter, Scalar
 
 TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
 
 
-def bytes_to_zero(call, array: Operand | Result, out_avals) -> int:
+def bytes_to_zero(call, array: Operand | Output, out_avals) -> int:
     """How many bytes a launch sets to zero before the kernel runs, where it is given `array`."""
-    result = array.index if isinstance(array, Result) else dict(call.aliases).get(array.index)
+    result = array.index if isinstance(array, Output) else dict(call.aliases).get(array.index)
     return out_avals[result].size * out_avals[result].dtype.itemsize if result in call.zeroed else 0
 
 
@@ -44,21 +44,20 @@ def launch_record(call, parameters: tuple[Parameter, ...], compiled: CompiledKer
     for p in parameters:
         if isinstance(p.value, Descriptor):
             made += launch_parameters(lib, p.value, next(descriptors))
-        elif isinstance(p.value, Operand | Result):
+        elif isinstance(p.value, Operand | Output):
             made.append(lib.create_array_parameter(bytes_to_zero(call, p.value, out_avals), 16 if p.aligned else 0))
         elif isinstance(p.value, Scalar) and p.name not in compiled.folded:
             made.append(lib.create_scalar_parameter(p.value.value, p.value.type))
     return lib.TritonKernelCall(launched_kernel(compiled), *call.grid, made).to_proto(call.name, call.metadata)
 
 
-def stored_zlib(data: bytes) -> bytes:
-    """`data` as an uncompressed zlib stream: the same bytes whatever zlib Python has, and nothing to inflate at a launch."""
-    blocks = [data[i : i + 65535] for i in range(0, len(data), 65535)] or [b""]
-    body = b"".join(
-        bytes([i == len(blocks) - 1]) + len(b).to_bytes(2, "little") + (65535 - len(b)).to_bytes(2, "little") + b
-        for i, b in enumerate(blocks)
-    )
-    return b"\x78\x01" + body + zlib.adler32(data).to_bytes(4, "big")
+def packed(record: bytes) -> bytes:
+    """The form in which a program holds a record: deflated, because a launch costs more the longer it is.
+
+    One zlib makes the same bytes of it everywhere. Builds of zlib that differ may not: then programs, and with them the keys of
+    JAX's persistent cache, differ between processes that use the one and the other.
+    """
+    return zlib.compress(record, 6)
 
 
 @functools.cache

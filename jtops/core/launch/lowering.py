@@ -21,7 +21,7 @@ from jtops.core.interpret import host_call
 from jtops.core.interpret import run as interpreter
 from jtops.core.launch import ffi, ptx
 from jtops.core.target import Target, resolve
-from jtops.core.types import Constexpr, Descriptor, Operand, Parameter, Result, array_of, leaves, parameters, triton_type
+from jtops.core.types import Constexpr, Descriptor, Operand, Output, Parameter, array_of, leaves, parameters, triton_type
 from jtops.errors import UnsupportedError
 
 export_checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (ffi.TARGET, ptx.TARGET)]
@@ -49,7 +49,7 @@ def lower_gpu(ctx, *operands, call, platform):
         record = ffi.launch_record(call, made, compiled, ctx.avals_out)
         extra = {} if call.cost is None else {"cost_estimate_json": json.dumps(dict(call.cost))}
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=call.has_side_effect, operand_output_aliases=aliases)
-        results = rule(inner, *values, opaque=ffi.stored_zlib(record), **extra)  # row-major layouts by default
+        results = rule(inner, *values, opaque=ffi.packed(record), **extra)  # row-major layouts by default
     return [results[order.index(i)] for i in range(len(order))]
 
 
@@ -116,9 +116,9 @@ def in_buffer_order(ctx, operands, call, parameters) -> tuple[Any, list, dict[in
     order = fresh + [i for i in range(len(ctx.avals_out)) if i not in fresh]
     avals, values, aliases = [], [], {}
     for at, (a, _) in enumerate(pointers[:taken]):
-        result = a.index if isinstance(a, Result) else shared.get(a.index)
-        avals.append(ctx.avals_out[a.index] if isinstance(a, Result) else ctx.avals_in[a.index])
-        values.append(jax_compat.zeros(ctx, avals[-1]) if isinstance(a, Result) or zero[at] else operands[a.index])
+        result = a.index if isinstance(a, Output) else shared.get(a.index)
+        avals.append(ctx.avals_out[a.index] if isinstance(a, Output) else ctx.avals_in[a.index])
+        values.append(jax_compat.zeros(ctx, avals[-1]) if isinstance(a, Output) or zero[at] else operands[a.index])
         if result is not None:
             aliases[at] = order.index(result)
     return ctx.replace(avals_in=avals, avals_out=[ctx.avals_out[i] for i in order]), values, aliases, order

@@ -51,7 +51,7 @@ def launch(request: Request) -> Any:
         name=request.name or kernel.__name__,
         options=options,
         target=requested() if request.compute_capability is None else Target.parse(request.compute_capability),
-        interpret=config.implementation.value == "interpret" if request.interpret is None else bool(request.interpret),
+        interpret=request.interpreted(),
         has_side_effect=request.has_side_effect,
         cost=None if request.cost_estimate is None else tuple(sorted(request.cost_estimate.items())),
         metadata=request.serialized_metadata,
@@ -59,6 +59,6 @@ def launch(request: Request) -> Any:
         zeroed=zeroed,
         launch=config.launch.value,
         vmap_method=request.vmap_method,
-        config_source=notes.config_source(),
+        origin=notes.origin(),
     )
     return tree.unflatten(bind_call(arrays, call))

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from jtops._compat import jax as jax_compat
-from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Parameter, Result, Scalar
+from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Output, Parameter, Scalar
 from jtops.errors import UnsupportedError
 
 TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: `_compat` asks the XLA at hand whether it has it
 # The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch with and without CUDA graphs:
-# ptx 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py).
+# ptx 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py; records were not
+# deflated then).
 AUTOMATIC = "ptx"
 _FLAGS = ("JAX_TRITON_PTXAS_EXTRA_FLAGS", "JAX_TRITON_PTXAS_DEVICE_DEBUG")  # jaxlib's
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
@@ -62,7 +63,7 @@ def kernel_text(call, parameters: tuple[Parameter, ...], compiled, buffers: int)
     if call.zeroed:
         raise UnfitError("it has outputs to be zeroed before the launch")
     passed = [p.value for p in parameters if not isinstance(p.value, Constexpr) and p.name not in compiled.folded]
-    if not all(isinstance(value, Operand | Result | Scalar) for value in passed):
+    if not all(isinstance(value, Operand | Output | Scalar) for value in passed):
         raise UnfitError("it takes tensor descriptors")
     pads = buffers - sum(not isinstance(value, Scalar) for value in passed)
     return _with_constants(compiled.binary, passed, pads)

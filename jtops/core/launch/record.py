@@ -30,4 +30,4 @@ class KernelCall:
     launch: str | None = None  # the launch path asked for
     vmap_method: str | GridBatch | None = None
     batched: tuple[bool, ...] = ()  # GridBatch: which operands have a batch axis, once vmap has given one
-    config_source: str = dataclasses.field(default="", compare=False)  # for `explain`; changes nothing
+    origin: tuple[str, str] = dataclasses.field(default=("", ""), compare=False)  # see `notes.origin`; changes nothing

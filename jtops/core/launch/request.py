@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jtops import config
 from jtops.core.launch.vmap import GridBatch
 from jtops.core.target import Target
 from jtops.core.types import is_shaped
@@ -44,6 +45,10 @@ class Request:
     serialized_metadata: bytes
     vmap_method: str | GridBatch | None
     sharding_rule: Any
+
+    def interpreted(self) -> bool:
+        """Does NumPy run the kernel? The call says so, or the user's setting."""
+        return config.implementation.value == "interpret" if self.interpret is None else bool(self.interpret)
 
     def results(self) -> tuple[list, Any]:
         """The leaves of `out_type`, and its structure."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jtops._compat import jax as jax_compat
 from jtops.core.launch.binding import GRID_LIMITS
-from jtops.core.types import Constexpr, Descriptor, Operand, Result, as_scalar, leaves
+from jtops.core.types import Constexpr, Descriptor, Operand, Output, as_scalar, leaves
 from jtops.errors import UnsupportedError
 
 
@@ -78,7 +78,7 @@ def check(kernel, method, bound, aliases, grid) -> None:
         return
     strides, params, written = dict(method.strides), dict(bound), dict(aliases)
     for pointer in strides:
-        if not isinstance(params[pointer], Operand | Result):
+        if not isinstance(params[pointer], Operand | Output):
             raise ValueError(f"kernel {kernel.__name__}: GridBatch has a stride for {pointer!r}, which is no array in this call.")
     for _, name, param in leaves(bound):
         if isinstance(param, Descriptor):
@@ -86,7 +86,7 @@ def check(kernel, method, bound, aliases, grid) -> None:
                 f"kernel {kernel.__name__}: GridBatch cannot move the tensor descriptor {name!r} by a stride; use a pointer, or "
                 'vmap_method="sequential".'
             )
-        if (isinstance(param, Result) or (isinstance(param, Operand) and param.index in written)) and name not in strides:
+        if (isinstance(param, Output) or (isinstance(param, Operand) and param.index in written)) and name not in strides:
             raise ValueError(f"kernel {kernel.__name__}: GridBatch needs the stride parameter of result {name!r}; got {strides}.")
     if grid[method.axis] != 1:
         raise ValueError(
@@ -146,7 +146,7 @@ def _grid(bind, args, dims, size, call):
     args = [collapsed(x, d, h) if b else x for x, d, h, b in zip(args, dims, had, batched, strict=True)]
     elements = {}  # of a batch element, by the parameter that asks
     for _, name, param in leaves(call.bound):
-        if isinstance(param, Result):
+        if isinstance(param, Output):
             elements[names[name]] = math.prod(call.out_types[param.index].shape[lead:])
         if isinstance(param, Operand) and batched[param.index]:
             if name not in names:

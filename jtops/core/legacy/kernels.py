@@ -16,7 +16,7 @@ from jtops.core.launch.lowering import lower_gpu
 from jtops.core.launch.options import launch_options
 from jtops.core.launch.record import KernelCall
 from jtops.core.target import Target, requested, resolve
-from jtops.core.types import Bound, Constexpr, Operand, Result, Scalar, parameters, triton_type
+from jtops.core.types import Bound, Constexpr, Operand, Output, Scalar, parameters, triton_type
 from jtops.errors import UnsupportedError
 
 
@@ -34,7 +34,7 @@ class CompilationResult:
 
 def _gpu_target(platform: str, compute_capability, num_ctas: int = 1):
     target = resolve(platform, requested() if compute_capability is None else Target.parse(compute_capability))
-    if num_ctas > 1 and not (isinstance(target.arch, int) and target.arch >= 90):
+    if num_ctas > 1 and not target.has_clusters:
         raise ValueError(f"num_ctas={num_ctas} needs clusters, from sm_90 on; the target is {target}.")
     return target.gpu_target
 
@@ -124,7 +124,7 @@ def _bound(fn, arg_dtypes, scalar_args, metaparams, operands: int) -> tuple[Boun
         elif others.index(p.name) in scalars:
             bound.append((p.name, scalars[others.index(p.name)]))
         else:
-            bound.append((p.name, Operand(arrays) if arrays < operands else Result(arrays - operands)))
+            bound.append((p.name, Operand(arrays) if arrays < operands else Output(arrays - operands)))
             types[p.name] = arg_dtypes[others.index(p.name)]
             arrays += 1
     return tuple(bound), types
@@ -240,7 +240,7 @@ def triton_kernel_call_lowering(
     free = [i for i in range(len(out_shapes)) if i not in dict(aliases).values()]
     kinds += [f"*{triton_type(out_shapes[i].dtype)}" for i in free]
     bound, _ = _bound(function, kinds, scalar_args, metaparams, len(array_args))
-    bound = tuple((n, Result(free[p.index]) if isinstance(p, Result) else p) for n, p in bound)
+    bound = tuple((n, Output(free[p.index]) if isinstance(p, Output) else p) for n, p in bound)
     fusion = {"enable_fp_fusion": enable_fp_fusion}
     options = launch_options(
         function, num_warps=num_warps, num_stages=num_stages, num_ctas=num_ctas, backend_options=fusion, debug=debug

@@ -18,13 +18,15 @@ Traps on the way, each of which has a test:
 import dataclasses
 import math
 import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jtops._compat import jax as jax_compat
@@ -32,7 +34,7 @@ from jtops.errors import UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class Placement:
     """Specs of operands and results, and per result the mesh axes over which devices hold partial sums of it."""
 
     ins: tuple[P, ...]
@@ -62,35 +64,63 @@ def parse_arrays(text: str) -> tuple[Dims, ...]:
     return tuple(dims(array) for array in text.split(",")) if text.strip() else ()
 
 
+def _dims(arrays, shapes) -> Iterator[tuple[int, int, tuple[str, ...], int]]:
+    """Every dim: number of the array, number of the dim, names of its axes, size."""
+    for i, (dims, shape) in enumerate(zip(arrays, shapes, strict=True)):
+        for j, (names, size) in enumerate(zip(dims, shape, strict=True)):
+            yield i, j, names, size
+
+
 def _factors(axes: Axes, shapes):
     """Axis names of each dim of each operand and result, and the sizes of the axes. Dims of size 1 get a name of their own."""
     named = [list(dims) for dims in (*axes.ins, *axes.outs)]
-    places = [(i, j, names, size) for i, (dims, shape) in enumerate(zip(named, shapes, strict=True))
-              for j, (names, size) in enumerate(zip(dims, shape, strict=True))]  # fmt: skip
-    sizes = {names[0]: size for *_, names, size in places if len(names) == 1 and size > 1}
-    for *_, names, size in places:  # of a compound dim the second: whatever the first leaves
+    dims = list(_dims(named, shapes))
+    sizes: dict[str, int] = {}
+    for _, _, names, size in dims:
+        if len(names) == 1 and size > 1:
+            sizes[names[0]] = size
+    for _, _, names, size in dims:  # the second axis of a compound dim has what the first leaves
         if len(names) == 2 and size > 1:
             sizes[names[1]] = size // sizes.get(names[0], 1)
-    for i, j, names, size in places:
-        named[i][j] = (f"one{i}x{j}",) if size == 1 else tuple(f for f in names if sizes.get(f, 1) > 1)
+    for i, j, names, size in dims:
+        named[i][j] = (f"one{i}x{j}",) if size == 1 else tuple(name for name in names if sizes.get(name, 1) > 1)
     return named[: len(axes.ins)], named[len(axes.ins) :], sizes
 
 
-def decide(axes: Axes, shapes, mesh_shape, specs) -> Decision:
-    """Choose shardings: an axis is sharded as the first array that shards it legally has it. Operands come before results."""
+def _mesh_axes(spec: P, rank: int) -> list[tuple[str, ...]]:
+    """The mesh axes that split each dim of an array."""
+    entries = (*spec, *(None,) * rank)[:rank]
+    return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+
+
+def decide(axes: Axes, shapes, mesh_shape, specs) -> Placement:
+    """Choose shardings: each axis takes that of the first array, operands before results, which shards it legally."""
     ins, outs, sizes = _factors(axes, shapes)
-    owner: dict[str, tuple[str, ...]] = {}
+    owner: dict[str, tuple[str, ...]] = {}  # axis -> the mesh axes that split it
     for dims, spec in zip(ins + outs, specs, strict=False):
-        for names, over in zip(dims, tuple(spec) + (None,) * len(dims), strict=False):
-            over = over if isinstance(over, tuple) else () if over is None else (over,)
-            parts = math.prod(mesh_shape[a] for a in over)
-            taken = {a for used in owner.values() for a in used}
-            legal = names[0] in sizes and names[0] not in {*axes.whole, *owner} and sizes[names[0]] % parts == 0
-            if over and legal and not taken & set(over):
-                owner[names[0]] = over
+        for names, over in zip(dims, _mesh_axes(spec, len(dims)), strict=True):
+            axis, taken = names[0], {a for used in owner.values() for a in used}
+            free = bool(over) and axis not in owner and not taken.intersection(over)
+            if free and axis in sizes and axis not in axes.whole and sizes[axis] % math.prod(mesh_shape[a] for a in over) == 0:
+                owner[axis] = over
+    sums = []
+    for dims in outs:
+        own = {names[0] for names in dims}
+        sums.append(tuple(a for axis, over in owner.items() if axis not in own for a in over))
     spec_of = lambda dims: P(*(owner.get(names[0]) for names in dims))
-    sums = (tuple(a for f, over in owner.items() if f not in {names[0] for names in dims} for a in over) for dims in outs)
-    return Decision(tuple(map(spec_of, ins)), tuple(map(spec_of, outs)), tuple(sums))
+    return Placement(tuple(map(spec_of, ins)), tuple(map(spec_of, outs)), tuple(sums))
+
+
+def typed(types, operands, specs: Callable[[Any], Sequence[P]]) -> list:
+    """Abstract values of results of these types, in the mesh in which the call stands.
+
+    They vary from device to device as the operands do, and where mesh axes are explicit ``specs(mesh)`` shards them.
+    """
+    mesh, varying = mesh_of(operands), jax_compat.varying_axes(operands[0])
+    if AxisType.Explicit not in mesh.axis_types:
+        return [jax_compat.shaped_array(t.shape, t.dtype, varying) for t in types]
+    shardings = [NamedSharding(mesh, spec) for spec in specs(mesh)]
+    return [jax_compat.shaped_array(t.shape, t.dtype, varying, s) for t, s in zip(types, shardings, strict=True)]
 
 
 sum_p = Primitive("sum_over_devices")
@@ -105,11 +135,11 @@ def _lower_sum(ctx, x, *, axes):
 mlir.register_lowering(sum_p, _lower_sum)
 
 
-def _on_device(local, decision: Decision, dtypes, psum=lax.psum):
+def _on_device(local, placement: Placement, dtypes, psum=lax.psum):
     """`local` on one device's shards, partial sums completed."""
 
     def f(*args):
-        outs = zip(local(*args), decision.sums, dtypes, strict=True)
+        outs = zip(local(*args), placement.sums, dtypes, strict=True)
         return tuple((psum(o, axes) if axes else o).astype(dtype) for o, axes, dtype in outs)
 
     return f
@@ -118,14 +148,14 @@ def _on_device(local, decision: Decision, dtypes, psum=lax.psum):
 def _by_types(axes: Axes, local, in_avals, out_avals):
     """`local` under a shard_map whose specs come from the operands' own types."""
     mesh = mesh_of(in_avals)
-    decision = decide(axes, [a.shape for a in (*in_avals, *out_avals)], mesh.shape, [a.sharding.spec for a in in_avals])
-    body = _on_device(local, decision, [o.dtype for o in out_avals])
-    f = jax.shard_map(body, mesh=mesh, in_specs=decision.ins, out_specs=decision.outs, check_vma=False)
+    placement = decide(axes, [a.shape for a in (*in_avals, *out_avals)], mesh.shape, [a.sharding.spec for a in in_avals])
+    body = _on_device(local, placement, [o.dtype for o in out_avals])
+    f = jax.shard_map(body, mesh=mesh, in_specs=placement.ins, out_specs=placement.outs, check_vma=False)
     move = lambda xs, specs: tuple(jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(xs, specs, strict=True))
 
     def moved(*args):
         with jax.sharding.use_abstract_mesh(mesh):
-            return move(f(*move(args, decision.ins)), [o.sharding.spec for o in out_avals])
+            return move(f(*move(args, placement.ins)), [o.sharding.spec for o in out_avals])
 
     return moved
 
@@ -148,17 +178,23 @@ def _by_partitioner(axes: Axes, name: str, local, in_avals, out_avals):
             specs = [P()] * len(types)
         else:
             specs = [t.sharding.spec for t in types]
-        decision = decide(axes, shapes, mesh.shape, specs)
+        placement = decide(axes, shapes, mesh.shape, specs)
         place = lambda specs: tuple(NamedSharding(mesh, s) for s in specs)
         psum = lambda x, axes: sum_p.bind(x, axes=axes)
-        return mesh, _on_device(local, decision, dtypes, psum), place(decision.outs), place(decision.ins)
+        return mesh, _on_device(local, placement, dtypes, psum), place(placement.outs), place(placement.ins)
 
     ins, outs, _ = _factors(axes, shapes)
-    side = lambda arrays: ", ".join(" ".join("_".join(names) for names in dims) for dims in arrays)
-    used = dict.fromkeys("_".join(names) for dims in ins + outs for names in dims)
-    whole = tuple(f for f in used if f in axes.whole)
+    ins, outs = _shardy(ins), _shardy(outs)
+    used = dict.fromkeys(factor for array in ins + outs for factor in array)
+    side = lambda arrays: ", ".join(map(" ".join, arrays))
+    whole = tuple(factor for factor in used if factor in axes.whole)
     f.def_partition(partition=partition, sharding_rule=f"{side(ins)} -> {side(outs)}", need_replication_factors=whole)
     return f
+
+
+def _shardy(arrays) -> list[list[str]]:
+    """The factor of each dim in Shardy's rule, one for a compound dim."""
+    return [["_".join(names) for names in dims] for dims in arrays]
 
 
 def outside_mesh(f):

@@ -12,7 +12,6 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters.batching import primitive_batchers
-from jax.sharding import AxisType, NamedSharding
 
 from jtops._compat import jax as jax_compat
 from jtops.core import notes
@@ -77,7 +76,7 @@ class ShardingRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
+class _ShardedCall:
     """Static description of one bound call."""
 
     function: Callable
@@ -135,7 +134,7 @@ def sharded_call(function: Callable, rule: ShardingRule) -> Callable:
         rule.sizes([x.shape for x in arrays])
         whole = jax.eval_shape(partition.outside_mesh(function), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
         _check_results(name, rule, arrays, jax.tree.leaves(whole))
-        outs = sharded_p.bind(*jax_compat.vary_together(arrays), call=_Call(function, rule, name, jax_compat.settings()))
+        outs = sharded_p.bind(*jax_compat.vary_together(arrays), call=_ShardedCall(function, rule, name, jax_compat.settings()))
         return jax.tree.structure(whole).unflatten(outs)
 
     return call
@@ -171,20 +170,15 @@ jax_compat.needs_devices_to_lower(sharded_p)
 
 
 @functools.lru_cache(4096)
-def _out_types(call: _Call, types):
+def _out_types(call: _ShardedCall, types):
     return jax.eval_shape(partition.outside_mesh(call.local), *types)
 
 
 @sharded_p.def_abstract_eval
 def _abstract_eval(*avals, call):
     types = _out_types(call, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-    mesh = partition.mesh_of(avals)
-    outs = [jax_compat.shaped_array(t.shape, t.dtype, jax_compat.varying_axes(avals[0])) for t in types]
-    if AxisType.Explicit not in mesh.axis_types:
-        return outs
     shapes, specs = [a.shape for a in (*avals, *types)], [a.sharding.spec for a in avals]
-    decided = partition.decide(call.axes(), shapes, mesh.shape, specs)
-    return [o.update(sharding=NamedSharding(mesh, s)) for o, s in zip(outs, decided.outs, strict=True)]
+    return partition.typed(types, avals, lambda mesh: partition.decide(call.axes(), shapes, mesh.shape, specs).outs)
 
 
 def _batch(args, dims, *, call):

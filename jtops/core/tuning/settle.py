@@ -75,8 +75,7 @@ def launch(request: Request) -> Any:
     filled = {stride for _, stride in getattr(request.vmap_method, "strides", ())}  # parameters that vmap sets
     outs = [leaf for _, leaf in _outputs(request)]
     plan = Plan(request.kernel, request.args, request.kwargs, given | options, outs, filled)
-    interpret = config.implementation.value == "interpret" if request.interpret is None else request.interpret
-    only = len(plan.candidates) == 1 or interpret
+    only = len(plan.candidates) == 1 or request.interpreted()
     return plain.launch(_chosen(plan, plan.candidates[0] if only else _settled(_Question(plan, request)), request))
 
 

@@ -1,5 +1,7 @@
 """How exactly things are computed. Products of float32 are float32-accurate by default; JAX's own default on GPUs is TF32."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,8 +25,29 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
-def resolve(op: str, precision) -> str:
-    """``"highest"`` or ``"tf32"``: what a call asks for, else what ``jax_default_matmul_precision`` says, else float32 accuracy."""
+def result_dtype(op: str, asked: Any, otherwise) -> jnp.dtype:
+    """The dtype that `preferred_element_type` asks for; TypeError if it is none, or not floating."""
+    if asked is None:
+        return jnp.dtype(otherwise)
+    try:
+        dtype = jax.dtypes.canonicalize_dtype(asked)
+    except TypeError:
+        raise TypeError(f"{op}: preferred_element_type must be a dtype or None; got {asked!r}.") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{op}: preferred_element_type must be a floating dtype; got {dtype}. Cast the result.")
+    return dtype
+
+
+def resolve(op: str, precision, dtype=None) -> str:
+    """``"highest"`` or ``"tf32"``: what a call asks for, else what ``jax_default_matmul_precision`` says, else float32 accuracy.
+
+    Always "tf32" for a `dtype` shorter than float32, every product of which is exact: then what is asked for makes no difference.
+    """
+    resolved = _resolved(op, precision)
+    return resolved if dtype is None or jnp.dtype(dtype).itemsize >= 4 else "tf32"
+
+
+def _resolved(op: str, precision) -> str:
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
     if precision is None:

@@ -1,75 +1,159 @@
-"""Device code that forward and backward share: who sees whom, and tiles of q, k, v."""
+"""Who sees whom: one description for Python, Triton and Gluon, and what follows from it.
+
+`Mask` and `Shape` travel into kernels as single parameters. A field that is None costs nothing there: what depends on it is not
+compiled.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jtops._compat.triton import tl, triton
+from jtops.kernels._lib.device.rows import row
+from jtops.kernels._lib.frame.launch import Launch
+
+
+class Operand(NamedTuple):
+    """An array, as a pointer or a descriptor, and how its batch rows serve the call (see `Rows`)."""
+
+    array: Any
+    rows: Any
+
+
+class Shape(NamedTuple):
+    """Sizes of a call: queries and keys of this shard, query and key heads, head dims of k and v, queries of all shards."""
+
+    s: Any
+    t: Any
+    h: Any
+    g: Any
+    d: Any
+    e: Any
+    q_size: Any
+
+
+class Mask(NamedTuple):
+    """Who sees whom. All that is given holds together; of ids and lengths the reference has arrays, a kernel `Operand`s.
+
+    A query at position p sees the keys ``p - left`` to ``p + right``. Its position is its index, or with `align` "bottom_right"
+    so much later that the last query is on the last key. Negative ids see nothing and are seen by nothing.
+    """
+
+    left: Any = None
+    right: Any = None
+    align: str | None = None  # "bottom_right"
+    q_ids: Any = None
+    kv_ids: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    q_index: Any = None  # the queries' indices in the whole sequence; a kernel reads the first. None: it is 0
+
+
+def visible(mask: Mask, s: int, t: int, q_size: int):
+    """Which query may see which key: boolean, broadcastable to [..., s, t]."""
+    i, j = jnp.arange(s)[:, None] if mask.q_index is None else mask.q_index[..., :, None], jnp.arange(t)[None, :]
+    length = lambda given, size: jnp.asarray(size) if given is None else jnp.minimum(given, size)[..., None, None]
+    q_length, kv_length = length(mask.q_lengths, q_size), length(mask.kv_lengths, t)
+    seen = (i < q_length) & (j < kv_length)
+    position = i + kv_length - q_length if mask.align == "bottom_right" else i
+    if mask.left is not None:
+        seen &= j >= position - mask.left
+    if mask.right is not None:
+        seen &= j <= position + mask.right
+    if mask.q_ids is not None:
+        seen &= (mask.q_ids[..., :, None] == mask.kv_ids[..., None, :]) & (mask.kv_ids >= 0)[..., None, :]
+    return seen
+
+
+def operand_of(launch: Launch, x, name: str) -> Operand | None:
+    """An operand of the call as a kernel takes it; None where it is absent."""
+    array = getattr(x, name)
+    return None if array is None else Operand(array, getattr(launch.rows, name))
+
+
+def mask_of(launch: Launch, x) -> Mask:
+    """The mask of a call as a kernel takes it."""
+    options = launch.options
+    positioned = options["left"] is not None or options["right"] is not None or x.q_lengths is not None
+    return Mask(
+        left=options["left"],
+        right=options["right"],
+        align=options["align"],
+        q_ids=operand_of(launch, x, "q_ids"),
+        kv_ids=operand_of(launch, x, "kv_ids"),
+        q_lengths=operand_of(launch, x, "q_lengths"),
+        kv_lengths=operand_of(launch, x, "kv_lengths"),
+        q_index=x.s_index if positioned else None,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- in kernels
 
 
 @triton.jit
-def load_rows(ptr, start, rows, stride, cols, n_rows, n_cols, ROWS_INSIDE: tl.constexpr, COLS_INSIDE: tl.constexpr):
-    """A tile of the matrix whose rows are `stride` apart: rows ``start + rows``, zeros outside. Only the start needs 64 bits."""
-    ptrs = ptr + start.to(tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
-    if ROWS_INSIDE and COLS_INSIDE:
-        tile = tl.load(ptrs)
-    elif COLS_INSIDE:
-        tile = tl.load(ptrs, mask=(start + rows < n_rows)[:, None], other=0.0)
-    else:
-        tile = tl.load(ptrs, mask=(start + rows < n_rows)[:, None] & (cols < n_cols)[None, :], other=0.0)
-    return tile
+def operand_row(operand, b):
+    """The operand's row for batch element b, wide enough to multiply."""
+    return row(b, operand.rows).to(tl.int64)
 
 
 @triton.jit
-def batch_number(b, inner, own):
-    """The row of an operand that serves batch element b (see `Rows`), wide enough to multiply."""
-    return (b // inner % own).to(tl.int64)
-
-
-@triton.jit
-def bounds_of(
-    b, q_lengths_ptr, kv_lengths_ptr, ql_inner, ql_own, kl_inner, kl_own, q_size, t, left, right, BOTTOM_RIGHT: tl.constexpr
-):
-    """The bounds of batch element b: its lengths, what turns a query's index into its position, and the window."""
-    q_length = q_size
-    kv_length = t
-    if q_lengths_ptr is not None:
-        q_length = tl.minimum(tl.load(q_lengths_ptr + batch_number(b, ql_inner, ql_own)).to(tl.int32), q_size)
-    if kv_lengths_ptr is not None:
-        kv_length = tl.minimum(tl.load(kv_lengths_ptr + batch_number(b, kl_inner, kl_own)).to(tl.int32), t)
+def sequence_of(b, mask, shape):
+    """Of batch element b: its two lengths, what turns a query's index into its position, the index of the shard's first query."""
+    q_length = shape.q_size
+    kv_length = shape.t
+    if mask.q_lengths is not None:
+        q_length = tl.minimum(tl.load(mask.q_lengths.array + operand_row(mask.q_lengths, b)).to(tl.int32), q_length)
+    if mask.kv_lengths is not None:
+        kv_length = tl.minimum(tl.load(mask.kv_lengths.array + operand_row(mask.kv_lengths, b)).to(tl.int32), kv_length)
     shift = 0
-    if BOTTOM_RIGHT:
+    if mask.align == "bottom_right":
         shift = kv_length - q_length
-    return q_length, kv_length, shift, left, right
+    offset = 0
+    if mask.q_index is not None:
+        offset = tl.load(mask.q_index)
+    return q_length, kv_length, shift, offset
 
 
 @triton.jit
-def sees(index, keys, q_ids, kv_ids, bounds, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Which query sees which key. Both sides come with the axis of the other, so the mask has the order that the caller needs.
+def ids_of(operand, b, index, n):
+    """Segment ids of batch element b at `index`, -1 from n on. Without ids whatever has the shape."""
+    ids = index
+    if operand is not None:
+        ids = tl.load(operand.array + operand_row(operand, b) * n + index, mask=index < n, other=-1)
+    return ids
+
+
+@triton.jit
+def sees(index, keys, q_ids, kv_ids, sequence, mask):
+    """Which query sees which key. Both sides come with the axis of the other, so the result has the order that the caller needs.
 
     `index` are the queries' indices in the whole sequence.
     """
-    q_length, kv_length, shift, left, right = bounds
-    mask = (index < q_length) & (keys < kv_length)
-    if HAS_LEFT:
-        mask = mask & (keys >= index + (shift - left))
-    if HAS_RIGHT:
-        mask = mask & (keys <= index + (shift + right))
-    if HAS_IDS:
-        mask = mask & (q_ids == kv_ids) & (kv_ids >= 0)
-    return mask
+    q_length, kv_length, shift, _ = sequence
+    seen = (index < q_length) & (keys < kv_length)
+    if mask.left is not None:
+        seen = seen & (keys >= index + (shift - mask.left))
+    if mask.right is not None:
+        seen = seen & (keys <= index + (shift + mask.right))
+    if mask.q_ids is not None:
+        seen = seen & (q_ids == kv_ids) & (kv_ids >= 0)
+    return seen
 
 
 @triton.jit
-def key_range(first, last, bounds, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def key_range(first, last, sequence, mask, BLOCK: tl.constexpr):
     """Of the keys that queries first..last (indices) may see: start, start of the unmasked middle, its stop, stop; in blocks."""
-    q_length, kv_length, shift, left, right = bounds
+    q_length, kv_length, shift, _ = sequence
     start = 0
     stop = kv_length
     full_start = 0
     full_stop = kv_length
-    if HAS_RIGHT:
-        stop = tl.minimum(stop, last + shift + right + 1)
-        full_stop = tl.minimum(full_stop, first + shift + right + 1)
-    if HAS_LEFT:
-        start = tl.maximum(start, first + shift - left)
-        full_start = tl.maximum(full_start, last + shift - left)
+    if mask.right is not None:
+        stop = tl.minimum(stop, last + shift + mask.right + 1)
+        full_stop = tl.minimum(full_stop, first + shift + mask.right + 1)
+    if mask.left is not None:
+        start = tl.maximum(start, first + shift - mask.left)
+        full_start = tl.maximum(full_start, last + shift - mask.left)
     if first >= q_length:
         stop = 0
     if last >= q_length:  # queries past the length mask every block
@@ -78,19 +162,22 @@ def key_range(first, last, bounds, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constex
     stop = tl.maximum(stop, start)
     full_start = tl.minimum((full_start + BLOCK - 1) // BLOCK * BLOCK, (stop + BLOCK - 1) // BLOCK * BLOCK)
     full_stop = tl.maximum(tl.maximum(full_stop, 0) // BLOCK * BLOCK, full_start)
+    if mask.q_ids is not None:
+        full_start = start
+        full_stop = start
     return start, full_start, full_stop, stop
 
 
 @triton.jit
-def query_range(first, last, offset, s, bounds, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def query_range(first, last, s, sequence, mask, BLOCK: tl.constexpr):
     """Of this shard's queries those that may see keys first..last: start and stop, in blocks."""
-    q_length, kv_length, shift, left, right = bounds
+    q_length, kv_length, shift, offset = sequence
     start = 0
     stop = tl.minimum(s, q_length - offset)
-    if HAS_RIGHT:  # query position >= key - right
-        start = tl.maximum(start, first - right - shift - offset)
-    if HAS_LEFT:  # query position <= key + left
-        stop = tl.minimum(stop, last + left - shift - offset + 1)
+    if mask.right is not None:  # query position >= key - right
+        start = tl.maximum(start, first - mask.right - shift - offset)
+    if mask.left is not None:  # query position <= key + left
+        stop = tl.minimum(stop, last + mask.left - shift - offset + 1)
     if first >= kv_length:
         stop = 0
     return start // BLOCK * BLOCK, stop

@@ -4,29 +4,21 @@ import jax
 import jax.numpy as jnp
 
 from jtops.kernels._lib.precision import accumulator, lax_precision
+from jtops.kernels.attention.mask import Mask, visible
 
 
-def visible(s, t, q_ids, kv_ids, q_lengths, kv_lengths, q_index, *, q_size, left, right, bottom_right):
-    """Which query may see which key: boolean, broadcastable to [..., s, t]."""
-    i, j = jnp.arange(s)[:, None] if q_index is None else q_index[..., :, None], jnp.arange(t)[None, :]
-    length = lambda lengths, size: jnp.asarray(size) if lengths is None else lengths[..., None, None]
-    q_length, kv_length = length(q_lengths, q_size), length(kv_lengths, t)
-    mask = (i < q_length) & (j < kv_length)
-    position = i + kv_length - q_length if bottom_right else i
-    if left is not None:
-        mask &= j >= position - left
-    if right is not None:
-        mask &= j <= position + right
-    if q_ids is not None:
-        mask &= (q_ids[..., :, None] == kv_ids[..., None, :]) & (kv_ids >= 0)[..., None, :]
-    return mask
+def attention(
+    q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, s_index, *, scale, precision, left, right, align, q_size, deterministic=False
+):
+    """q [..., s, h, d], k [..., t, g, d], v [..., t, g, e] -> out [..., s, h, e], lse [..., s, h].
 
-
-def attention(q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index, *, scale, precision, **masking):
-    """q [..., s, h, d], k [..., t, g, d], v [..., t, g, e] -> out [..., s, h, e], lse [..., s, h]."""
+    `deterministic` concerns kernels alone.
+    """
+    del deterministic
     (s, h, d), (t, g, _) = q.shape[-3:], k.shape[-3:]
     wide = accumulator(q.dtype)
-    mask = visible(s, t, q_ids, kv_ids, q_lengths, kv_lengths, q_index, **masking)[..., None, None, :, :]
+    rule = Mask(left, right, align, q_ids, kv_ids, q_lengths, kv_lengths, s_index)
+    mask = visible(rule, s, t, q_size)[..., None, None, :, :]
     # Rows that nobody may see do not take part at all: 0 * NaN would.
     if kv_lengths is not None or kv_ids is not None:
         seen = jnp.any(mask, (-4, -3, -2))[..., :, None, None]

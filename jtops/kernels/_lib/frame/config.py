@@ -1,8 +1,9 @@
 """Config: the block sizes and launch options of one kernel launch."""
 
+from collections.abc import Collection
 from typing import Any
 
-_OPTIONS = {"num_warps": 4, "num_stages": None, "cluster_size": 1}  # and their defaults
+_OPTIONS = {"num_warps": 4, "num_stages": None, "cluster_size": 1, "variant": None}  # and their defaults
 
 
 class Config:
@@ -11,8 +12,9 @@ class Config:
     >>> jtops.softmax(x, config=jtops.Config(BLOCK_M=1, BLOCK_N=4096, num_warps=8))
 
     Immutable and hashable; the op's docstring says which blocks it has. ``PROGRAMS``, where an op has it, is the number of programs
-    that share the work, and None is one for each tile. `source` says where a config comes from, for `jtops.explain`, and makes no
-    difference to anything else.
+    that share the work, and None is one for each tile. ``variant`` names one of several kernels, where an op has such: it is taken,
+    or an error says why it does not fit; with no blocks beside it, its tiles are the usual ones. `source` says where a config comes
+    from, for `jtops.explain`, and makes no difference to anything else.
     """
 
     __slots__ = ("_items", "source")
@@ -26,6 +28,7 @@ class Config:
         num_warps: int = 4,
         num_stages: int | None = None,
         cluster_size: int | None = 1,
+        variant: str | None = None,
         source: str = "heuristic",
         **blocks: int | None,
     ):
@@ -40,7 +43,9 @@ class Config:
             if not isinstance(value, int) or value < 1 or (power and value & (value - 1)):
                 rule = "a power of two" if power else "positive, or None" if name == "PROGRAMS" else "positive"
                 raise ValueError(f"Config: {name} must be {rule}; got {value!r}.")
-        items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size}.items()))
+        if variant is not None and not isinstance(variant, str):
+            raise TypeError(f"Config: variant must be a name or None; got {variant!r}.")
+        items = tuple(sorted({**powers, "num_stages": num_stages, "cluster_size": cluster_size, "variant": variant}.items()))
         object.__setattr__(self, "_items", items)
         object.__setattr__(self, "source", source)
 
@@ -51,7 +56,20 @@ class Config:
 
     def said_by(self, source: str) -> "Config":
         """The same config, from `source`."""
-        return Config(**self.kwargs, source=source)
+        return Config(**dict(self._items), source=source)
+
+    def plain(self) -> "Config":
+        """The same config without the name of a variant."""
+        return Config(**self.kwargs, source=self.source)
+
+    def concerns(self, variant: str, blocks: Collection[str]) -> bool:
+        """Whether it is for a variant of this name with these blocks."""
+        return self["variant"] in (None, variant) and (self.blocks.keys() == set(blocks) or self.names_only)
+
+    @property
+    def names_only(self) -> bool:
+        """Whether it says nothing but which variant."""
+        return self["variant"] is not None and self == Config(variant=self["variant"])
 
     def without(self, *names: str) -> "Config":
         """The same config without these blocks: a launch takes no blocks that its kernel lacks."""
@@ -65,7 +83,7 @@ class Config:
     @property
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments of a launch."""
-        return dict(self._items)
+        return {k: v for k, v in self._items if k != "variant"}
 
     def __getitem__(self, name: str):
         return dict(self._items)[name]
@@ -81,7 +99,7 @@ class Config:
         return f"Config({', '.join(said)})"
 
     def __reduce__(self):
-        return _made, (self.kwargs, self.source)
+        return _made, (dict(self._items), self.source)
 
 
 def _made(kwargs: dict[str, Any], source: str) -> Config:

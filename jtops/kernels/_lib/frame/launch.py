@@ -80,6 +80,8 @@ class Launch:
     target: Target
     device: str | None  # the kind of the GPU that will run it; None where only its architecture is known, or it is interpreted
     interpret: bool
+    variant: str | None = None  # the stage's, where it has several
+    why: str = ""  # for `explain`: that variant, and why those before it did not fit
 
     @property
     def residuals(self) -> bool:
@@ -142,13 +144,15 @@ class Launch:
           arguments: by parameter, as for the launch; those that follow from the config itself come after.
           rounded, aligned: names of integers; ``mask.left`` is the field of a bundle.
           name: tells the choices of one stage apart, or makes one of two stages' that launch the same; the stage's by default.
+            A variant's name comes before it.
           **flags: by name; None, booleans, numbers, text and tuples of these.
         """
+        name = f"{self.variant}.{name or self.stage}" if self.variant else name or self.stage
         if isinstance(arguments, Mapping):
             text = _key(kernels, arguments, frozenset(rounded), frozenset(aligned), flags)
-            problem = tuned.Problem(self.op, name or self.stage, text)
+            problem = tuned.Problem(self.op, name, text)
         else:
-            problem = tuned.Problem.of(self.op, name or self.stage, arguments, sizes or {}, flags)
+            problem = tuned.Problem.of(self.op, name, arguments, sizes or {}, flags)
         choice = tuned.Choice(problem, heuristic, kernels, None if self.interpret else str(self.target), self.device)
         if self.config is not None:
             return choice.settled(self.config.said_by("explicit"))
@@ -158,7 +162,9 @@ class Launch:
         self,
         kernel: Any,
         *args: Any,
-        outputs: Mapping[str, jax.ShapeDtypeStruct | None] | None = None,
+        outputs: Mapping[str, jax.ShapeDtypeStruct | TensorDescriptor | None] | None = None,
+        zeroed: Sequence[str] | None = None,
+        in_place: Sequence[str] | None = None,
         out_type: Any = None,
         grid: Any,
         config: Config,
@@ -171,6 +177,8 @@ class Launch:
         Args:
           kernel: its parameters are the arguments, the outputs and the blocks of `config`.
           outputs: the output parameters by name; None is one that the kernel shall not write.
+          zeroed: those of them to set to zero before the launch.
+          in_place: names of arguments (``inputs.sums`` is the field of a bundle) whose arrays the kernel changes.
           grid: as for `triton_call`.
           config: blocks that the kernel lacks are an error; see `Config.without`.
           name: the launch is called ``jtops_{op}_{name}``; the stage by default.
@@ -178,7 +186,7 @@ class Launch:
           **arguments: by parameter, and options of `triton_call`.
 
         Returns:
-          dict by parameter, as `outputs` is: arrays, None where there is none.
+          dict by parameter, as `outputs` is: arrays, None where there is none; and of what is changed `in_place`.
         """
         names = kernel_function(kernel).arg_names
         self._check_clusters(kernel_function(kernel).__name__, names, config)
@@ -189,12 +197,19 @@ class Launch:
                     f"{self.op}: kernel {kernel_function(kernel).__name__} has no parameter {', '.join(lacks)}; it has "
                     f"{', '.join(names)}. A config's blocks that another kernel needs are left out by config.without(...)."
                 )
-            written = [n for n in names if outputs.get(n) is not None]
-            out_type = [outputs[n] for n in written]
             arguments |= {n: None for n, t in outputs.items() if t is None}
+            params = [n for n, constant in _params((kernel,)).items() if n in arguments and not constant]
+            places = enumerate(leaf for n in params for leaf in _leaves(n, arguments[n]))
+            changed = [(n, i, x) for i, (n, x) in places if n in (in_place or ())]
+            written = [n for n, *_ in changed] + [n for n in names if outputs.get(n) is not None]
+            out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for *_, x in changed] + [outputs[n] for n in written[len(changed) :]]
+            if changed:
+                arguments["input_output_aliases"] = {place: i for i, (_, place, _) in enumerate(changed)}
+            if zeroed:
+                arguments["zeroed_outputs"] = [written.index(n) for n in zeroed if n in written]
         arrays = [x for x in jax.tree.leaves((args, arguments, out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
         moved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
-        with notes.config_from(config.source):
+        with notes.config_from(config.source, self.why):
             out = triton_call(
                 *args,
                 kernel=kernel,
@@ -210,46 +225,41 @@ class Launch:
         return out if outputs is None else dict.fromkeys(outputs) | dict(zip(written, out, strict=True))
 
 
+def _params(kernels: tuple) -> dict[str, bool]:
+    """The parameters by name, in order: is it a compile-time constant."""
+    return {p.name: p.is_constexpr for kernel in kernels for p in kernel_function(kernel).params}
+
+
+def _leaves(name: str, value: Any, rows: bool = True) -> Iterator[tuple[str, Any]]:
+    """An argument by name, a bundle taken apart: ``mask.left``, ``x[0]``; with or without the numbers of `Rows`."""
+    if isinstance(value, Rows) and not rows:
+        return
+    if not isinstance(value, tuple):
+        yield name, value.base if isinstance(value, TensorDescriptor) else value
+        return
+    fields = getattr(value, "_fields", None)
+    for i, item in enumerate(value):
+        yield from _leaves(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item, rows)
+
+
 def _key(kernels: tuple, arguments: Mapping[str, Any], rounded: frozenset[str], aligned: frozenset[str], flags) -> str:
     """See `Launch.choose`: dtypes first, then the rest by name."""
-    params = {p.name: p.is_constexpr for kernel in kernels for p in kernel_function(kernel).params}
-    constants = {name for name, is_constexpr in params.items() if is_constexpr}
+    params = _params(kernels)
+    given = {name: value for name, value in arguments.items() if name in params}
+    constants = [f"{name}={_said(value)}" for name, value in given.items() if params[name]]
     dtypes: list[str] = []
-    said: list[str] = []
-    for name, value in _flat({k: v for k, v in arguments.items() if k in params}, constants):
-        if name in constants:
-            said.append(f"{name}={_said(value)}")
-        elif value is None:
+    numbers: list[str] = []
+    for name, value in (leaf for n, x in given.items() if not params[n] for leaf in _leaves(n, x, rows=False)):
+        if value is None:
             dtypes.append("-")
         elif hasattr(value, "dtype"):
             dtypes.append(str(value.dtype))
         elif isinstance(value, bool | str):
-            said.append(f"{name}={value}")
+            numbers.append(f"{name}={value}")
         elif isinstance(value, int):
             parts = [str(next_power_of_2(value))] * (name in rounded) + [f"16|{math.gcd(value, 16)}"] * (name in aligned)
-            said.append(f"{name}={'/'.join(parts) or value}")
-    said += [f"{name}={_said(value)}" for name, value in flags.items()]
-    return " ".join([",".join(dtypes), *said])
-
-
-def _flat(arguments: Mapping[str, Any], constants) -> Iterator[tuple[str, Any]]:
-    """Arguments by name, bundles taken apart: ``mask.left``, ``x[0]``."""
-
-    def walk(name, value):
-        if isinstance(value, Rows):
-            return
-        if isinstance(value, tuple):
-            fields = getattr(value, "_fields", None)
-            for i, item in enumerate(value):
-                yield from walk(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item)
-        else:
-            yield name, value.base if isinstance(value, TensorDescriptor) else value
-
-    for name, value in arguments.items():
-        if name in constants:
-            yield name, value
-        else:
-            yield from walk(name, value)
+            numbers.append(f"{name}={'/'.join(parts) or value}")
+    return " ".join([",".join(dtypes), *numbers, *constants, *(f"{name}={_said(value)}" for name, value in flags.items())])
 
 
 def _said(value: Any) -> str:

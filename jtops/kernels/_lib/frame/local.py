@@ -11,7 +11,8 @@ from jtops.core import notes, target
 from jtops.core.mesh import partition
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.launch import Launch, OuterRows, Rows
-from jtops.kernels._lib.frame.stages import Call, batch_shape, out_types, reference_stage, spread, types_of
+from jtops.kernels._lib.frame.stages import Call, Refused, batch_shape, out_types, reference_stage, spread, types_of
+from jtops.kernels._lib.frame.variants import settled
 
 KERNEL_PLATFORMS = ("cuda", "rocm")
 
@@ -41,15 +42,18 @@ def run_kernel(call: Call, platform: str, *args) -> list:
     )
     collapsed = by_operand(spread((_collapse(x, n, shape) for x in primals), call.present))
     if call.stage in ("out", "fwd"):
-        outs = op.forward(launch, collapsed) if op.names else op.forward(launch, *collapsed)
+        launch, forward = settled(launch, op.forward, collapsed)
+        outs = forward(launch, collapsed) if op.names else forward(launch, *collapsed)
         _check_results(call, "forward", "results", outs, [(((batch, *t.shape[n:]),), (t.dtype,)) for t in types])
         return [o.reshape(t.shape) for o, t in zip(outs, types, strict=True)]
     full = lambda xs: [jnp.broadcast_to(x, shape + x.shape[n:]).reshape(batch, *x.shape[n:]) for x in xs]
     kept, cotangents = full(saved), spread(full(linear), call.live)
     if op.names:
         kept, cotangents = op.names.saved._make(kept), op.names.results._make(cotangents)
-    assert callable(op.backward)
-    grads = op.backward(launch, collapsed, kept, cotangents)
+    assert op.backward is not None
+    assert not isinstance(op.backward, Refused)
+    launch, backward = settled(launch, op.backward, collapsed)
+    grads = backward(launch, collapsed, kept, cotangents)
     asked = [i for i, w in enumerate(wanted) if w]
     allowed: list = [None] * op.n_given
     for i, t in zip(asked, types, strict=True):

@@ -43,7 +43,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding
 
 from jtops import config
 from jtops._compat import jax as jax_compat
@@ -54,8 +53,9 @@ from jtops.kernels._lib.frame.axes import AxisRule
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.local import KERNEL_PLATFORMS, lower
 from jtops.kernels._lib.frame.stages import Call, Names, Op, Refused, out_types, picked, reference_stage, replaced, spread, types_of
+from jtops.kernels._lib.frame.variants import Variant
 
-__all__ = ["fused_op", "refused"]
+__all__ = ["Variant", "fused_op", "refused"]
 
 
 def refused(reason: str) -> Refused:
@@ -74,8 +74,8 @@ def fused_op(
     whole: str = "",
     positions: tuple[str, ...] = (),
     reference: Callable[..., tuple],
-    forward: Callable[..., tuple],
-    backward: Callable[..., tuple] | Refused | None,
+    forward: Callable[..., tuple] | tuple[Variant, ...],
+    backward: Callable[..., tuple] | tuple[Variant, ...] | Refused | None,
     limits: Callable[..., str | None] = lambda *operands, **options: None,
     blocks: str = "",
 ) -> Callable[..., tuple]:
@@ -98,9 +98,10 @@ def fused_op(
         ``launch.wanted``. A cotangent is None where that result has none. A gradient may be float32 and may have the call's batch
         rows in place of its operand's own: casting and summing come after, also over devices. In place of a launcher, None: the
         derivative is the reference's; or `refused`.
+        Either stage may have several `Variant`s in place of one launcher: each call takes the first that fits.
       limits: ``(*operands, **options) -> reason | None``: why this legal call has no kernel. It may look at dtypes and the last
         axes alone: it is asked again when the program is lowered, of types with more batch axes.
-      blocks: names of the block sizes that a `Config` of this op must have.
+      blocks: names of the block sizes that a `Config` of this op must have; variants have their own.
 
     Launchers see one leading batch axis and NamedTuples: ``x.q`` (None where absent) has ``launch.rows.q.own`` rows (see `Rows`),
     ``saved.lse`` and ``cotangents.out`` have ``launch.batch``.
@@ -190,8 +191,14 @@ def _check_config(op: Op, config: Any) -> None:
         return
     if not isinstance(config, Config):
         raise TypeError(f"{op.name}: config must be a jtops.Config or None; got {config!r} of type {type(config).__name__}.")
-    if set(config.blocks) != op.blocks:
-        raise ValueError(f"{op.name}: config must give the blocks {', '.join(sorted(op.blocks))}; got {config!r}.")
+    names = dict.fromkeys(v.name for v in op.variants)
+    if config["variant"] not in (None, *names):
+        has = f"has the variants {', '.join(names)}" if names else "has no variants"
+        raise ValueError(f"{op.name} {has}; got {config!r}.")
+    legal = [v.blocks for v in op.variants if config["variant"] in (None, v.name)] or [op.blocks]
+    if config.blocks.keys() not in legal and not config.names_only:
+        texts = dict.fromkeys(", ".join(sorted(blocks)) for blocks in legal)
+        raise ValueError(f"{op.name}: config must give the blocks {'; or '.join(texts)}; got {config!r}.")
 
 
 # ------------------------------------------------------------------------------------------- the primitive and its meaning
@@ -209,23 +216,17 @@ def bind(call: Call, *args):
 
 @fused_p.def_abstract_eval
 def _abstract_eval(*avals, call):
-    outs = out_types(call, types_of(avals))
-    mesh = partition.mesh_of(avals)
-    if AxisType.Explicit not in mesh.axis_types:
-        return [jax_compat.shaped_array(o.shape, o.dtype, jax_compat.varying_axes(avals[0])) for o in outs]
     primals = call.split(avals)[0]
-    if call.stage == "vjp":  # JAX demands that a gradient has its primal's sharding
-        specs = [p.sharding.spec for p in picked(primals, call.wrt)]
-    else:
+
+    def specs(mesh):
+        if call.stage == "vjp":  # JAX demands that a gradient has its primal's sharding
+            return [p.sharding.spec for p in picked(primals, call.wrt)]
         plain = call.to("fwd" if call.stage == "fwd" else "out", wrt=(), live=())
         shapes = [a.shape for a in (*primals, *out_types(plain, types_of(primals)))]
-        specs = list(partition.decide(plain.mesh_axes(), shapes, mesh.shape, [p.sharding.spec for p in primals]).outs)
-        if call.stage == "jvp":
-            specs = picked(specs, call.live)
-    return [
-        jax_compat.shaped_array(o.shape, o.dtype, jax_compat.varying_axes(avals[0])).update(sharding=NamedSharding(mesh, s))
-        for o, s in zip(outs, specs, strict=True)
-    ]
+        outs = partition.decide(plain.mesh_axes(), shapes, mesh.shape, [p.sharding.spec for p in primals]).outs
+        return picked(outs, call.live) if call.stage == "jvp" else outs
+
+    return partition.typed(out_types(call, types_of(avals)), avals, specs)
 
 
 # ------------------------------------------------------------------------------------------------------------- derivatives

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jtops.core.mesh import partition
 from jtops.core.target import Target
 from jtops.kernels._lib.frame.axes import AxisRule
+from jtops.kernels._lib.frame.variants import Variant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,13 +37,18 @@ class Op:
     name: str
     rule: AxisRule
     reference: Callable
-    forward: Callable
-    backward: Callable | Refused | None
+    forward: Callable | tuple[Variant, ...]
+    backward: Callable | tuple[Variant, ...] | Refused | None
     saves: tuple[int, ...]
     limits: Callable
     blocks: frozenset[str]
     names: Names | None  # None: launchers take operands one by one
     positions: tuple[str, ...]  # axes along which the last operands are iotas
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Of all stages."""
+        return tuple(v for stage in (self.forward, self.backward) if isinstance(stage, tuple) for v in stage)
 
     @property
     def n_given(self) -> int:
@@ -85,7 +91,9 @@ class Call:
     @property
     def has_launcher(self) -> bool:
         """Whether the op has a kernel for this stage."""
-        return self.stage in ("out", "fwd") or (self.stage == "vjp" and callable(self.op.backward))
+        return self.stage in ("out", "fwd") or (
+            self.stage == "vjp" and self.op.backward is not None and not isinstance(self.op.backward, Refused)
+        )
 
     def split(self, args):
         """-> primals, saved, linear operands."""

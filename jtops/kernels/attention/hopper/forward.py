@@ -55,36 +55,12 @@ from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels._lib.hopper.accumulators import cut, rescale_rows
 from jtops.kernels._lib.hopper.pipeline import Ring, new_ring, release, tile_of, wait_empty, wait_full
 from jtops.kernels._lib.hopper.scheduler import draw, drawn, longest_first, new_queue, publish, take
+from jtops.kernels.attention.mask import Mask, Operand, mask_of
 
 LOG2E = 1.4426950408889634
 ROWS = 64  # queries of a warpgroup: the rows of a wgmma
 PROGRAMS = 132  # multiprocessors of an H100 or H200; on a GPU with fewer some programs begin late, and draw fewer tiles
 L2_BYTES = 32 * 2**20  # of keys and values that programs may read at one time
-
-
-class Rows(NamedTuple):
-    """Batch element b of the call has row ``b // inner % own`` of an operand."""
-
-    inner: Any
-    own: Any
-
-
-class Operand(NamedTuple):
-    """An array and its rows."""
-
-    array: Any
-    rows: Rows
-
-
-class Mask(NamedTuple):
-    """Who sees whom. What is None is absent from the compiled kernel."""
-
-    left: Any
-    right: Any
-    align: Any  # "bottom_right", or None: queries and keys begin together
-    q_lengths: Operand | None
-    kv_lengths: Operand | None
-    q_index: Any  # None: this shard has the first queries
 
 
 class Sizes(NamedTuple):
@@ -499,40 +475,39 @@ def head_block(d: int) -> int:
     return max(64, next_power_of_2(d))
 
 
-def unfit(launch: Launch, q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index) -> str | None:
+def unfit(launch: Launch, x) -> str | None:
     """Why this kernel does not serve the call; None if it does."""
-    (_, s, h, d), (_, t, g, e) = q.shape, v.shape
+    (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
     scale = float(launch.options["scale"])
     if launch.interpret:
         return "Gluon kernels have no interpreter"
     if launch.target.arch != 90:
         return f"it is written for sm_90, not {launch.target}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it multiplies bfloat16 and float16, not {q.dtype}"
+    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 and float16, not {x.q.dtype}"
     if not (32 < d <= 256 and 32 < e <= 256 and d % 8 == e % 8 == 0):
         return f"head dims must be multiples of 8 from 40 to 256; got {d} and {e}"
     if head_block(d) != head_block(e):
         return f"head dims of k and v must fill one block; got {d} and {e}"
-    if min(launch.batch, q.shape[0], k.shape[0], v.shape[0], s, t, h, g) < 1:
+    if min(launch.batch, x.q.shape[0], x.k.shape[0], x.v.shape[0], s, t, h, g) < 1:
         return "there is nothing to load"
-    if q_ids is not None or kv_ids is not None:
+    if x.q_ids is not None or x.kv_ids is not None:
         return "it has no segment ids"
     if not 0 < scale < math.inf:
         return f"its running maximum needs a positive, finite scale; got {scale}"
     return None
 
 
-def cuts(launch: Launch, s: int, t: int, block_n: int, q_lengths, kv_lengths) -> str:
+def cuts(mask: Mask, s: int, t: int, q_size: int, block_n: int) -> str:
     """CUT: which blocks of keys the mask can cut."""
-    o = launch.options
-    if o["left"] is not None:
+    if mask.left is not None:
         return "any"
-    if o["right"] is not None:
+    if mask.right is not None:
         # Where the diagonal runs through corners of blocks, 64 rows meet it in one block: the first that they walk.
-        known = s == o["q_size"] and not (o["bottom_right"] and (q_lengths is not None or kv_lengths is not None))
-        corner = known and (o["right"] + (t - s if o["bottom_right"] else 0)) % block_n == 0
+        moved = mask.align is not None and (mask.q_lengths is not None or mask.kv_lengths is not None)
+        corner = s == q_size and not moved and (mask.right + (0 if mask.align is None else t - s)) % block_n == 0
         return "first" if corner else "any"
-    return "none" if kv_lengths is None and t % block_n == 0 else "first"
+    return "none" if mask.kv_lengths is None and t % block_n == 0 else "first"
 
 
 def heuristic(d: int, e: int, s: int, masked: bool) -> Config:
@@ -558,62 +533,53 @@ def check(config: Config) -> None:
         raise ValueError(f"attention: num_stages must be at least 2, since tiles overlap; got {config!r}.")
 
 
-def run(launch: Launch, config: Config, q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index):
-    """One launch -> (out, lse)."""
-    del q_ids, kv_ids  # None, says `unfit`
-    check(config)
-    (_, s, h, d), (_, t, g, e) = q.shape, v.shape
-    o, batch, block_n, warpgroups = launch.options, launch.batch, config["BLOCK_N"], config["WARPGROUPS"]
-    block = head_block(max(d, e))
-    rows = [Rows(1, 1) if r is None else Rows(r.inner, r.own) for r in launch.rows]
-
-    def described(x, size):
-        return TensorDescriptor.from_array(x, (1, size, 1, block))
-
-    def lengths(x, row):
-        return None if x is None else Operand(x, row)
-
-    mask = Mask(
-        left=o["left"],
-        right=o["right"],
-        align="bottom_right" if o["bottom_right"] else None,
-        q_lengths=lengths(q_lengths, rows[5]),
-        kv_lengths=lengths(kv_lengths, rows[6]),
-        q_index=None if s == o["q_size"] else q_index,
-    )
-    heads = max(1, L2_BYTES * h // (t * (d + e) * q.dtype.itemsize * g))
+def forward(launch: Launch, x):
+    """Launcher: out [b, s, h, e] of q's dtype, lse [b, s, h] float32, natural; a query that sees no key has 0 and -inf."""
+    (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
+    batch, block, q_size = launch.batch, head_block(max(d, e)), launch.options["q_size"]
+    mask = mask_of(launch, x)
+    tiles = heuristic(d, e, s, mask.q_index is not None)
+    if s == q_size:
+        mask = mask._replace(q_index=None)
+    dynamic = any(side is not None for side in (mask.left, mask.right, mask.q_lengths, mask.kv_lengths))
+    heads = max(1, L2_BYTES * h // (t * (d + e) * x.q.dtype.itemsize * g))
     section = min(next_power_of_2(batch * h), next_power_of_2(heads + 1) // 2)
-    dynamic = any(x is not None for x in (mask.left, mask.right, mask.q_lengths, mask.kv_lengths))
-    tiles = batch * h * cdiv(s, ROWS * warpgroups)
-    absent: dict[str, Any] = {} if dynamic else {"counter": None}
-    out, lse, *_ = launch(
+    given: dict[str, Any] = {
+        "q": x.q,
+        "k": x.k,
+        "v": x.v,
+        "mask": mask,
+        "sizes": Sizes(batch, s, t, h, g, q_size, section),
+        "scale2": float(launch.options["scale"]) * LOG2E,
+        "AHEAD": block < 256,
+        "DYNAMIC": dynamic,
+    }
+    sizes = [f"sizes.{name}" for name in Sizes._fields]
+    rounded = ("mask.left", "mask.right", *sizes)
+    config = launch.choose(tiles, (forward_kernel,), given, name="out", rounded=rounded, d=d, e=e)
+    check(config)
+    block_n, warpgroups = config["BLOCK_N"], config["WARPGROUPS"]
+    described = lambda array, size: TensorDescriptor.from_array(array, (1, size, 1, block))
+    given |= {
+        "q": Operand(described(x.q, ROWS), launch.rows.q),
+        "k": Operand(described(x.k, block_n), launch.rows.k),
+        "v": Operand(described(x.v, block_n), launch.rows.v),
+    }
+    outputs = {
+        "out": described(jax.ShapeDtypeStruct((batch, s, h, e), x.q.dtype), ROWS),
+        "lse_ptr": jax.ShapeDtypeStruct((batch, s, h), jnp.float32),
+        "counter": jax.ShapeDtypeStruct((1,), jnp.int32) if dynamic else None,
+    }
+    got = launch(
         forward_kernel,
-        Operand(described(q, ROWS), rows[0]),
-        Operand(described(k, block_n), rows[1]),
-        Operand(described(v, block_n), rows[2]),
-        mask,
-        Sizes(batch, s, t, h, g, o["q_size"], section),
-        scale2=float(o["scale"]) * LOG2E,
+        outputs=outputs,
+        zeroed=("counter",),
+        grid=min(PROGRAMS, batch * h * cdiv(s, ROWS * warpgroups)),
         config=config,
-        out_type=[
-            described(jax.ShapeDtypeStruct((batch, s, h, e), q.dtype), ROWS),
-            jax.ShapeDtypeStruct((batch, s, h), jnp.float32),
-            *([jax.ShapeDtypeStruct((1,), jnp.int32)] if dynamic else []),
-        ],
-        zeroed_outputs=(2,) if dynamic else (),
-        grid=min(PROGRAMS, tiles),
         flops=2 * batch * h * s * t * (d + e),
-        AHEAD=block < 256,
-        **absent,
-        CUT=cuts(launch, s, t, block_n, q_lengths, kv_lengths),
-        DYNAMIC=dynamic,
+        CUT=cuts(mask, s, t, q_size, block_n),
         REGISTERS=240 if warpgroups == 2 else 160,
         MOVER_REGISTERS=24 if warpgroups == 2 else 32,
+        **given,
     )
-    return out, lse
-
-
-def forward(launch: Launch, q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index):
-    """Launcher: out [b, s, h, e] of q's dtype, lse [b, s, h] float32, natural; a query that sees no key has 0 and -inf."""
-    others = (q_ids, kv_ids, q_lengths, kv_lengths, q_index)
-    return run(launch, heuristic(q.shape[-1], v.shape[-1], q.shape[1], q_index is not None), q, k, v, *others)
+    return got["out"], got["lse_ptr"]
