@@ -76,16 +76,17 @@ class Launch:
         size = config["cluster_size"]
         if size == 1:
             return
+        asked = self.config or config  # as the caller has it, with what this kernel lacks
         if "CLUSTER" not in parameters:
             raise UnsupportedError(
-                f"{self.op}: {config!r} asks for clusters, which {kernel} does not use: rows that "
+                f"{self.op}: {asked!r} asks for clusters, which {kernel} does not use: rows that "
                 "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
             )
         if not self.clusters:
             where = "the interpreter" if self.interpret else self.target
             raise UnsupportedError(f"{self.op}: cluster_size={size} needs clusters, from sm_90 on; running in {where}.")
         if config["BLOCK_M"] > 1:
-            raise UnsupportedError(f"{self.op}: programs of a cluster share one row at a time: BLOCK_M must be 1; got {config!r}.")
+            raise UnsupportedError(f"{self.op}: programs of a cluster share one row at a time: BLOCK_M must be 1; got {asked!r}.")
 
     def full(self, operand: str, array: jax.Array) -> jax.Array:
         """`array`, which has the rows of that operand, with a row per row of the call: copied if it had fewer."""
