@@ -46,7 +46,9 @@ def test_a_walk_finds_what_it_is_for():
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("f", [logsumexp, softmax], ids=["logsumexp", "softmax"])
+@pytest.mark.parametrize(
+    "f", [pytest.param(logsumexp, id="logsumexp", marks=pytest.mark.slow), pytest.param(softmax, id="softmax")]
+)
 def test_case_61_softmax_of_one_row(f, n):
     """The last part takes what is left of the row, and each part before it as much as the first."""
     for launch in walk.launches(with_gradients(lambda x: f(x, **interpreted)), struct(n)):
@@ -79,6 +81,7 @@ def test_case_61_norms_of_one_row(n):
     assert seen == {"_long_forward_kernel", "_sums_kernel", "_dx_kernel"}
 
 
+@pytest.mark.slow
 def test_case_61_a_mask_of_one_row():
     """Nothing takes part, in a memory of zeros; the mask is read to its end, and the result written to its own."""
     f = lambda x, where: jtops.softmax(x, where=where, **interpreted)

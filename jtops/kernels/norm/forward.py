@@ -243,7 +243,7 @@ def _long_forward_kernel(
     ... so far (Welford). The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
-    n = length(n, UNIT, split.index)
+    n = length(n, UNIT, split.index_type)
     row, part, size, first, last, blocks = part_of_long_row(pid, n, split, 1, BLOCK_N)
     lanes = tl.arange(0, BLOCK_N)
     base = row * n

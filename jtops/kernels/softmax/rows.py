@@ -252,7 +252,7 @@ def _long_forward_kernel(
     The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
-    n = length(n, UNIT, split.index)
+    n = length(n, UNIT, split.index_type)
     row, part, _, first, last, blocks = part_of_long_row(pid, n, split, VECTOR, BLOCK_N)
     start, begin = row_start(row, n, VECTOR)
     where_base = _where_base(where_rows, row, n, WHERE_N)
@@ -377,7 +377,7 @@ def _long_backward_kernel(
 ):
     """One program: a part of a row, as in the long forward. Sums are kept per lane until the end of the first pass."""
     pid = tl.program_id(0).to(tl.int64)
-    n = length(n, UNIT, split.index)
+    n = length(n, UNIT, split.index_type)
     row, part, _, first, last, blocks = part_of_long_row(pid, n, split, VECTOR, BLOCK_N)
     start, begin = row_start(row, n, VECTOR)
     where_base = _where_base(where_rows, row, n, WHERE_N)
