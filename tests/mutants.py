@@ -7,8 +7,8 @@ they run in a copy as it is, where they have to pass. The exit status is 1 if a 
 
 Changes that were tried and are no faults, so that no test can notice them:
 
-* `dkdv_kernel` not clearing keys and values of negative ids, `dq_kernel` not clearing values, the forward not clearing keys: what
-  is NaN spoils a row or column of scores, which is replaced by selection. What takes part in a second product is cleared, and listed.
+* `dkdv_kernel` not clearing keys and values of negative ids, `dq_kernel` not clearing values, the forward not clearing keys: NaN
+  spoils a row or column of scores, which is replaced by selection. What takes part in a second product is cleared, and listed.
 * `forward_kernel` and `dq_kernel` reading queries past q_length: they spoil their own rows alone, which are replaced as a whole.
 """
 

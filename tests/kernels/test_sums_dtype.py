@@ -55,7 +55,7 @@ def test_sums_of_float64_stay_float64():
 def test_shared_operands_of_products_are_rounded_once():
     """Each of six, or three, batch elements gives 257: their sum has a nearest bfloat16 that 256s do not give."""
     f = functools.partial(jtops.matmul, implementation="interpret")
-    grad = lambda a, b: jax.grad(lambda a, b: f(a, b).astype(jnp.float32).sum(), (0, 1))(a, b)
+    grad = jax.jit(jax.grad(lambda a, b: f(a, b).astype(jnp.float32).sum(), (0, 1)))
     da, _ = grad(jnp.ones((1, 4, 2), BF16), jnp.ones((6, 2, ODD), BF16))
     np.testing.assert_array_equal(da.astype(jnp.float32), np.full(da.shape, 1544))
     _, db = grad(jnp.ones((3, 1, ODD, 2), BF16), jnp.ones((1, 2, 2, 4), BF16))

@@ -612,6 +612,7 @@ def backward(launch: Launch, x, saved, cotangents):
     """Launcher. The gradient of lse is taken off delta, where it costs nothing."""
     q, k, v = x.q, x.k, x.v
     (out, lse), (do, dlse), mask = saved, cotangents, mask_of(launch, x)
+    do = jnp.zeros_like(out) if do is None else do
     (_, s, h, d), (_, t, g, _) = q.shape, v.shape
     options, batch = launch.options, launch.batch
     config = heuristic(d) if launch.config is None else launch.config.said_by("explicit")  # the same tiles, says `unfit`
@@ -623,7 +624,7 @@ def backward(launch: Launch, x, saved, cotangents):
     before = launch(
         preprocess_kernel,
         out_ptr=out,
-        do_ptr=jnp.zeros_like(out) if do is None else do,
+        do_ptr=do,
         lse_ptr=lse,
         dlse_ptr=dlse,
         **ends,
