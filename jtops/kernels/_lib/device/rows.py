@@ -6,8 +6,8 @@ from jtops._compat.triton import tl, triton
 @triton.jit
 def row(b, rows):
     """The row of an operand that serves row b of the call; `rows` is the operand's `Rows`."""
-    # Counts past 2^31 would be unsigned beside b, which `//` refuses.
-    return b // tl.full((), rows.inner, b.dtype) % tl.full((), rows.own, b.dtype)
+    # Counts past 2^31 would be unsigned beside b, which `//` refuses. (Gluon kernels come here, too: their `full` has a layout.)
+    return b // (b * 0 + rows.inner).to(b.dtype) % (b * 0 + rows.own).to(b.dtype)
 
 
 @triton.jit
