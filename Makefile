@@ -29,6 +29,9 @@ test: lint  ## what CI runs: style, types, import contracts, tests
 test-all: lint  ## the same and what takes long
 	$(PY) -m pytest -n $(WORKERS) -p no:benchmark --slow
 
+test-mutants: $(READY)  ## small faults put into copies of the library, one at a time, each of which some test must notice: 20 minutes
+	$(PY) -m tests.mutants
+
 test-matrix:  ## what depends on jax and triton, with the oldest and newest of both; makes environments under .venvs (7 GB)
 	@JAX='$(JAX)' TRITON='$(TRITON)' WORKERS=$(WORKERS) ./scripts/test_matrix
 

@@ -673,11 +673,13 @@ def lacking(mutant: Mutant, root: Path = ROOT) -> list[str]:
     return found
 
 
-def _copy(directory: Path) -> Path:
+def _snapshot(directory: Path) -> Path:
+    """The checkout as it is now: what is edited meanwhile changes no verdict."""
     for name in COPIED:
         if (source := ROOT / name).is_dir():
             shutil.copytree(source, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
+            directory.mkdir(exist_ok=True)
             shutil.copy(source, directory / name)
     return directory
 
@@ -697,12 +699,12 @@ def _run(directory: Path, tests: Sequence[str], *options: str) -> tuple[int, str
     return run.returncode, run.stdout + run.stderr
 
 
-def judged(mutant: Mutant, scratch: Path) -> str:
-    """Why a mutant is not as it should be; "" where its tests noticed it."""
-    directory = Path(tempfile.mkdtemp(dir=scratch))
+def judged(mutant: Mutant, plain: Path) -> str:
+    """Why a mutant of the library in `plain` is not as it should be; "" where its tests noticed it."""
+    directory = Path(tempfile.mkdtemp(dir=plain.parent))
     try:
-        text = mutated(mutant)
-        _copy(directory)
+        text = mutated(mutant, plain)
+        shutil.copytree(plain, directory, dirs_exist_ok=True)
         (directory / mutant.file).write_text(text)
         status, said = _run(directory, mutant.tests, "-x")
     except ValueError as error:
@@ -726,14 +728,14 @@ def main() -> int:
     tests = list(dict.fromkeys(test for m in chosen for test in m.tests))
     with tempfile.TemporaryDirectory(prefix="jtops-mutants-") as scratch:
         print(f"{len(tests)} tests without any mutant ...", flush=True)
-        (plain := Path(scratch) / "plain").mkdir()
-        status, said = _run(_copy(plain), tests)
+        plain = _snapshot(Path(scratch) / "plain")
+        status, said = _run(plain, tests)
         if status != 0:
             print(f"{said}\nThey must pass before they can judge.")
             return 1
         verdicts = {}
         with ThreadPoolExecutor(asked.workers) as pool:
-            runs = {pool.submit(judged, m, Path(scratch)): m for m in chosen}
+            runs = {pool.submit(judged, m, plain): m for m in chosen}
             for done in as_completed(runs):
                 verdicts[runs[done]] = verdict = done.result()
                 print(f"{len(verdicts)}/{len(chosen)} {runs[done].name}: {verdict or 'noticed'}", flush=True)
