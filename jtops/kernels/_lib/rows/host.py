@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs share each long row: `splits` parts of `blocks` blocks. `index_type` as below."""
+    """How programs share each long row: in `splits` parts of `blocks` blocks. `index_type` is the function's of the row's length."""
 
     splits: int
     blocks: int
