@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs share each long row: in `splits` parts of `blocks` blocks. `index_type` is the function's of the row's length."""
+    """How programs share each long row: in `splits` parts of `blocks` blocks. `index_type` is that function of its length."""
 
     splits: int
     blocks: int
