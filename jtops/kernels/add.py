@@ -8,9 +8,10 @@ from jtops._compat.triton import tl, triton
 from jtops.config import Implementation
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.device.rows import row
+from jtops.kernels._lib.device.rows import length, row
 from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels._lib.frame.op import fused_op
+from jtops.kernels._lib.rows.host import index_type
 from jtops.kernels._lib.spec import Case, Meshed, Spec, normal
 
 # Core axes are the last two, m and n: rows, columns and scalars broadcast inside the kernel, whatever the batch axes do.
@@ -47,11 +48,13 @@ def _forward_kernel(
     X_N: tl.constexpr,
     Y_M: tl.constexpr,
     Y_N: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: a BLOCK_M x BLOCK_N tile of the result, whose r = batch x m rows are n long."""
     pid = tl.program_id(0).to(tl.int64)
+    r, m, n = length(r, 1, INDEX), length(m, 1, INDEX), length(n, 1, INDEX)
     blocks_n = tl.cdiv(n, BLOCK_N)
     rows = pid // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = pid % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -63,9 +66,21 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["r", "parts", "rows_per_part"])
-def _sum_kernel(g_ptr, sum_ptr, r, c, parts, rows_per_part, SUM_COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sum_kernel(
+    g_ptr,
+    sum_ptr,
+    r,
+    c,
+    parts,
+    rows_per_part,
+    SUM_COLS: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: the float32 sum of one part's rows of one group's r x c matrix, per column of a block or over all columns."""
     pid = tl.program_id(0).to(tl.int64)
+    r, c = length(r, 1, INDEX), length(c, 1, INDEX)
     blocks_n = 1 if SUM_COLS else tl.cdiv(c, BLOCK_N)
     group, part = pid // blocks_n // parts, pid // blocks_n % parts
     first = part * rows_per_part
@@ -110,6 +125,7 @@ def _forward(launch: Launch, operands):
         "X_N": all(dense) or x.shape[2] != 1,
         "Y_M": y.shape[1] != 1,
         "Y_N": all(dense) or y.shape[2] != 1,
+        "INDEX": index_type(max(r, m, n)),
     }
     config = launch.choose(_config(n), (_forward_kernel,), arguments, name="out", rounded=("r", "m", "n"), aligned=("n",))
     out = launch(
@@ -143,7 +159,7 @@ def _gradient(launch: Launch, x, rows, g):
     else:  # a column: sum over n alone, the rest is small
         groups, r, c = outer * own * rows.inner * m, 1, n
     sum_cols = x_n == 1 != n
-    arguments = {"g_ptr": g, "r": r, "c": c, "SUM_COLS": sum_cols}
+    arguments = {"g_ptr": g, "r": r, "c": c, "SUM_COLS": sum_cols, "INDEX": index_type(max(r, c))}
     config = launch.choose(
         _config(c), (_sum_kernel,), arguments, rounded=("r", "c"), aligned=("c",), groups=next_power_of_2(groups)
     )

@@ -55,7 +55,8 @@ def test_resources(spec, case, target, dtype):
         assert taken["shared_bytes"] <= Target.parse(target).max_shared_bytes, name
         assert str(kernel.target) == target
         # Rows times their length may pass 2**31, so some product is 64 bits wide.
-        assert re.search(r"arith\.muli .*i64", kernel.triton_kernel.asm["ttir"]), f"{name} computes no address in 64 bits"
+        if "ttir" in kernel.triton_kernel.asm:  # Gluon's load by descriptors, which hardware makes addresses of
+            assert re.search(r"arith\.muli .*i64", kernel.triton_kernel.asm["ttir"]), f"{name} computes no address in 64 bits"
         assert name in snapshot, f"{name} is not in the snapshot; write it with python -m tests.kernels.test_lowering"
         if triton.__version__ == snapshot["triton"]:  # other compilers allocate registers differently
             assert taken["spill_bytes"] <= snapshot[name]["spill_bytes"], (name, taken, snapshot[name])

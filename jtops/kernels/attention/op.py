@@ -1,14 +1,14 @@
 """The public function of flash attention."""
 
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jtops.config import Implementation
+from jtops.config import Implementation, is_deterministic
 from jtops.kernels._lib import checks, precision
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.op import fused_op
@@ -48,18 +48,44 @@ _attention = fused_op(
 )
 
 
+type Causal = bool | Literal["top_left", "bottom_right"]
+type Window = int | tuple[int | None, int | None]
+
+
+class _Options(TypedDict, total=False):
+    """What both forms of the call take besides `return_lse`."""
+
+    causal: Causal
+    window: Window | None
+    segment_ids: Array | tuple[Array, Array] | None
+    q_lengths: Array | int | None
+    kv_lengths: Array | int | None
+    scale: float | None
+    precision: Any
+    deterministic: bool | None
+    implementation: Implementation | None
+    config: Config | None
+
+
+@overload
+def flash_attention(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[_Options]) -> Array: ...
 def flash_attention(
     q: Float[Array, "*batch s h d"],
     k: Float[Array, "*batch t g d"],
     v: Float[Array, "*batch t g e"],
     *,
-    causal: bool | str = False,
-    window: int | tuple[int | None, int | None] | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
     segment_ids: Int[Array, "*batch s"] | tuple[Int[Array, "*batch s"], Int[Array, "*batch t"]] | None = None,
-    q_lengths: Int[Array, "*batch"] | None = None,
-    kv_lengths: Int[Array, "*batch"] | None = None,
+    q_lengths: Int[Array, "*batch"] | int | None = None,
+    kv_lengths: Int[Array, "*batch"] | int | None = None,
     scale: float | None = None,
     precision: Any = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: Config | None = None,
@@ -68,7 +94,8 @@ def flash_attention(
 
     Query head i reads key/value head ``i // (h / g)``. Scores, their softmax and all sums are float32. All masks hold together. A
     query that may see no key gives 0, lse -inf and no gradient. What lies at or past `kv_lengths` and `q_lengths`, or has a
-    negative segment id, never leaks, whatever it holds. Gradients have the same bits every time. Forward-mode and second
+    negative segment id, never leaks, whatever it holds. Everything has the same bits every time, except that the
+    gradient of q may differ in its last ones on Hopper GPUs, unless `deterministic`. Forward-mode and second
     derivatives take the reference, whose memory grows with s * t.
 
     >>> q, k = jnp.ones((2, 128, 8, 64)), jnp.ones((2, 128, 2, 64))  # batch, length, heads, head dim: four queries' heads a key's
@@ -88,6 +115,8 @@ def flash_attention(
       q_lengths, kv_lengths: how many queries and keys of each batch element count; all, where that is more than there are.
       scale: factor of the scores; None is ``1 / sqrt(d)``.
       precision: of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
+      deterministic: True: the gradient of q is summed in one order, which makes the backward on Hopper GPUs up to a quarter
+        slower. False: in any order. None is what ``jtops.config.deterministic`` says, else XLA's own flags, else False.
       return_lse: also return the log of the sum of the exponentials, float32 [..., s, h], differentiable.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_M`` (queries) and ``BLOCK_N`` (keys) of the kernels for every GPU, the variant "portable"; or
@@ -131,6 +160,7 @@ def flash_attention(
         config=config,
         scale=1 / math.sqrt(max(sizes["d"], 1)) if scale is None else checks.static_float(_OP, "scale", scale),
         precision=_precision(q, precision),
+        deterministic=_deterministic(deterministic),
         q_size=sizes["s"],
         left=left,
         right=right,
@@ -142,6 +172,12 @@ def flash_attention(
 def _precision(q, asked) -> str:
     resolved = precision.resolve(_OP, asked)
     return resolved if q.dtype.itemsize >= 4 else "tf32"  # of half-precision inputs every product is exact
+
+
+def _deterministic(asked: bool | None) -> bool:
+    if asked is not None and not isinstance(asked, bool | np.bool_):
+        raise TypeError(f"{_OP}: deterministic must be True, False or None; got {asked!r}.")
+    return is_deterministic() if asked is None else bool(asked)
 
 
 def _window(window, far: int) -> tuple[int | None, int | None]:

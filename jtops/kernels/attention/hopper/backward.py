@@ -615,7 +615,7 @@ def backward(launch: Launch, x, saved, cotangents):
     (_, s, h, d), (_, t, g, _) = q.shape, v.shape
     options, batch = launch.options, launch.batch
     config = heuristic(d) if launch.config is None else launch.config.said_by("explicit")  # the same tiles, says `unfit`
-    deterministic = bool(options.get("deterministic", True))
+    deterministic = options["deterministic"]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     tiles = batch * h * cdiv(s, block_m)  # of queries
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
