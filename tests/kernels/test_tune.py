@@ -59,7 +59,7 @@ def test_calls_without_a_kernel_have_no_choice():
 
 def test_several_choices_of_a_stage():
     q = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
-    names = ["flash_attention out", "flash_attention vjp_dkdv", "flash_attention vjp_dq"]
+    names = [f"flash_attention portable.{stage}" for stage in ("out", "vjp_dkdv", "vjp_dq")]
     assert found(jax.grad(lambda q, k, v: jtops.flash_attention(q, k, v).sum().astype("float32"), (0, 1, 2)), q, q, q) == names
     w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     loss = lambda a, b: jtops.matmul(a, b, activation="relu").sum().astype("float32")
@@ -276,7 +276,7 @@ def test_command(capsys):
     with jtops.config.target("sm_90"):
         tune.main(["rms_norm", "--shape", "512x384", "16x8x384,384", "--dtype", "float16", "float32", "--dry-run"])
         told = capsys.readouterr().out
-        assert told.count("rms_norm fwd float16,-,float16,- r=512 n=384 each=False,False") == 1
+        assert told.count("rms_norm fwd float16,-,float16,-,-,-,-,- n=384 CENTRED=False UNIT=1 r=512") == 1
         assert told.count("rms_norm vjp float32") == 2
         tune.main(["add", "softmax", "--case", "row", "8192x4096", "--forward", "--dry-run"])
         assert "vjp" not in capsys.readouterr().out
