@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs share each long row: in `splits` parts of `blocks` blocks. `index_type` is the function's of the row's length."""
+    """How programs share each long row: `splits` parts of `blocks` blocks. `index_type` is what the function of that name says of a row."""
 
     splits: int
     blocks: int
