@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs share each long row: `splits` parts of `blocks` blocks. `index_type` is what the function of that name says of a row."""
+    """How programs share each long row: `splits` parts of `blocks` blocks. `index_type` is that of the row's length."""
 
     splits: int
     blocks: int
