@@ -309,7 +309,7 @@ def test_tune_on_the_gpu(tmp_path):
     assert result.said in ("tuned", "heuristic")
     assert 0 < result.seconds <= result.heuristic_seconds < 1e-3
     assert result.dropped == ()
-    assert len(tuned.load(path, "").entries) == (result.said == "tuned")
+    assert len(tuned.load(path, "").entries if path.exists() else ()) == (result.said == "tuned")  # a race may go either way
     slow = Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=16, num_warps=1)
     device = target.present()
     (task,) = tune._tasks(jtops.softmax, (x,), "cuda")
