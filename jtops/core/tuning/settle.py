@@ -242,7 +242,7 @@ class _Question:
             raise JtopsError(
                 f"kernel {self.kernel}: no config ran while tuning, on arrays made for it. The first said: {failed[labels[0]]}. "
                 + (
-                    "The GPU must hold these arrays beside those of the program: tune before they are made, lower the call "
+                    "The GPU must hold these arrays beside those of the program: tune before they are made, by lowering it "
                     "with jax.ShapeDtypeStruct; what is found is remembered. "
                     if full
                     else ""
