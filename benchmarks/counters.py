@@ -18,7 +18,7 @@ import jax
 import jtops
 from benchmarks import machine, sweep
 from benchmarks.test_ops import with_gradients
-from tests.specs import SPECS
+from jtops.kernels.specs import SPECS
 
 CASES = [  # op, rows, features, with gradients
     ("softmax", 8192, 4096, False),

@@ -1,6 +1,6 @@
 """Other implementations of an op, where they are installed: op -> name -> function of the op's operands and options.
 
-A peer takes what the op's public function takes and returns None if it has nothing for these arguments.
+A peer takes what the op's public function takes, by name, and returns None if it has nothing for these arguments.
 """
 
 import importlib.util
@@ -31,10 +31,10 @@ def _flash_attention_3(q, k, v, *, causal=False):
     return lambda q, k, v: package.flash_mha(q, k, v, is_causal=bool(causal))
 
 
-def _plain_matmul(a, b, bias, residual, *, activation=None):
+def _plain_matmul(a, b, bias=None, residual=None, *, activation=None):
     """As one writes it: the product rounded to its dtype, and the rest fused by XLA as far as it goes."""
 
-    def f(a, b, bias, residual):
+    def f(a, b, bias=None, residual=None):
         y = jnp.matmul(a, b, precision="highest")
         y = y if bias is None else y + bias
         y = y if activation is None else getattr(jax.nn, activation)(y)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness, machine
 from benchmarks.test_ops import disagreement, with_gradients
-from tests.specs import SPECS
+from jtops.kernels.specs import SPECS
 
 SWEPT = ("softmax", "layer_norm")
 WIDTHS = sorted({2**i for i in range(6, 19)} | {768, 1000, 3072, 5120, 12288, 50257})

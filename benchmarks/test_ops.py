@@ -15,44 +15,35 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness, machine
 from benchmarks.peers import PEERS
-from tests.specs import SPECS, results
+from jtops.kernels._lib import spec
+from jtops.kernels.specs import SPECS
 
 OTHERS = sorted({name for peers in PEERS.values() for name in peers})
-CASES = [(spec, case) for spec in SPECS.values() for case in spec.compiled]
-RUNS = [(spec, case, name) for spec, case in CASES for name in ("jtops", "xla", *PEERS.get(spec.name, {}))]
+CASES = [(op, case) for op in SPECS.values() for case in op.compiled]
+RUNS = [(op, case, name) for op, case in CASES for name in ("jtops", "xla", *PEERS.get(op.name, {}))]
 rows: list[dict] = []  # one per measured line of the table
 
 
-def operands(spec, case, dtype, seed):
-    keys = jax.random.split(jax.random.key(seed), len(case.inputs))
+class OnDevice:
+    """What drawers ask of a NumPy generator; normal numbers, of which there are many, are made on the device."""
 
-    def one(given, key):
-        if given is None:
-            return None
-        if given.true is not None:
-            return jax.random.bernoulli(key, given.true, given.shape)
-        return (given.mean + given.std * jax.random.normal(key, given.shape)).astype(dtype)
+    def __init__(self, seed):
+        self.keys = iter(jax.random.split(jax.random.key(seed), 16))
+        self.random, self.integers = (rng := np.random.default_rng(seed)).random, rng.integers
 
-    return tuple(one(i, k) for i, k in zip(case.inputs, keys, strict=True))
+    def normal(self, mean, std, shape):
+        return mean + std * jax.random.normal(next(self.keys), shape)
+
+
+def operands(case, dtype, seed):
+    rng = OnDevice(seed)
+    return tuple(jnp.asarray(i.draw(rng), i.dtype or dtype) for i in case.given)
 
 
 def with_gradients(f):
     """The value, and the gradients of all floating operands for cotangents of all results, which are given last."""
-
-    def g(*args):
-        operands, cotangent = args[:-1], args[-1]
-        where = [i for i, x in enumerate(operands) if x is not None and x.dtype != jnp.bool_]
-
-        def of(*moved):
-            full = list(operands)
-            for i, x in zip(where, moved, strict=True):
-                full[i] = x
-            return f(*full)
-
-        value, pullback = jax.vjp(of, *(operands[i] for i in where))
-        return value, pullback(cotangent)
-
-    return g
+    program = spec.with_gradients(f)
+    return lambda *args: program(*args[:-1], cotangent=args[-1])
 
 
 @jax.jit
@@ -64,25 +55,26 @@ def disagreement(got, want):
 
 
 @functools.cache
-def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
+def measured(op_name: str, case_id: str, dtype: str, backward: bool) -> dict:
     """All implementations of a case, timed together once; the tests replay it."""
-    spec, case = next((s, c) for s, c in CASES if (s.name, c.id) == (spec_name, case_id))
-    forward = {name: results(spec, case, implementation=i) for name, i in (("jtops", "triton"), ("xla", "xla"))}
-    given = operands(spec, case, dtype, 0)
-    for name, peer in PEERS.get(spec_name, {}).items():
-        if (f := peer(*given, **case.options)) is not None:
-            forward[name] = f
+    op, case = next((s, c) for s, c in CASES if (s.name, c.id) == (op_name, case_id))
+    forward = {name: op.call(case, implementation=i) for name, i in (("jtops", "triton"), ("xla", "xla"))}
+    given = operands(case, dtype, 0)
+    by_name = case.keywords(given)
+    for name, peer in PEERS.get(op_name, {}).items():
+        if (f := peer(**by_name, **case.options)) is not None:
+            forward[name] = lambda *operands, f=f: f(**case.keywords(operands))
     out = jax.eval_shape(forward["xla"], *given)
     result = jax.tree.map(lambda t: np.broadcast_to(np.zeros((), t.dtype), t.shape), out)  # has nbytes, takes no memory
-    moved = spec.forward_bytes(result, *given)
-    flops = spec.forward_flops and spec.forward_flops(case.options, *given)
-    make, fs = functools.partial(operands, spec, case, dtype), forward
+    moved = op.forward_bytes(result, **by_name)
+    flops = op.forward_flops and op.forward_flops(case.options, **by_name)
+    make, fs = functools.partial(operands, case, dtype), forward
     if backward:
-        moved += spec.backward_bytes(result, *given)
-        flops = flops and flops + spec.backward_flops(case.options, *given)
+        moved += op.backward_bytes(result, **by_name)
+        flops = flops and flops + op.backward_flops(case.options, **by_name)
         fs = {name: with_gradients(f) for name, f in forward.items()}
         make = lambda seed: (
-            *operands(spec, case, dtype, seed),
+            *operands(case, dtype, seed),
             jax.tree.map(lambda t: jax.random.normal(jax.random.key(1000 + seed), t.shape, t.dtype), out),
         )
     want = jax.jit(fs["xla"])(*make(0))
@@ -90,7 +82,7 @@ def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
         off = float(disagreement(jax.jit(fs[name])(*make(0)), want))
         assert off < (3e-2 if dtype == "bfloat16" else 2e-3), (name, off)
     timings = harness.measure(fs, make)
-    row = {"op": spec_name, "case": case_id, "dtype": dtype, "backward": backward, "bytes": moved, "flops": flops}
+    row = {"op": op_name, "case": case_id, "dtype": dtype, "backward": backward, "bytes": moved, "flops": flops}
     # Work is what bounds the op: floating-point operations, or bytes.
     work, ceiling = (flops, harness.matmul_speed(dtype)) if flops else (moved, harness.copy_speed(moved))
     row |= {"unit": "TFLOP/s" if flops else "GB/s", "ceiling": ceiling / (1e12 if flops else 1e9)}
@@ -106,11 +98,11 @@ def measured(spec_name: str, case_id: str, dtype: str, backward: bool) -> dict:
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("spec", "case", "implementation"), RUNS, ids=[f"{s.name}-{c.id}-{name}" for s, c, name in RUNS])
-def test_op(spec, case, implementation, dtype, backward, benchmark_replay):
-    result = measured(spec.name, case.id, dtype, backward)
+@pytest.mark.parametrize(("op", "case", "implementation"), RUNS, ids=[f"{s.name}-{c.id}-{name}" for s, c, name in RUNS])
+def test_op(op, case, implementation, dtype, backward, benchmark_replay):
+    result = measured(op.name, case.id, dtype, backward)
     if implementation not in result["timings"]:
-        pytest.skip(f"{implementation} has no {spec.name} of {dtype}")
+        pytest.skip(f"{implementation} has no {op.name} of {dtype}")
     benchmark_replay(result["timings"][implementation], result["row"])
 
 

@@ -21,12 +21,25 @@ Every setting here changes what is traced, so every one is part of JAX's jit key
 alone, or with a plain global, a jitted function silently keeps the choice it was first traced with.
 """
 
+import os
+import re
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from jtops._compat import jax as jax_compat
 
-__all__ = ["Implementation", "Setting", "flax_fallback", "implementation", "interpret", "launch", "target", "tuning"]
+__all__ = [
+    "Implementation",
+    "Setting",
+    "deterministic",
+    "flax_fallback",
+    "implementation",
+    "interpret",
+    "is_deterministic",
+    "launch",
+    "target",
+    "tuning",
+]
 
 Implementation = Literal["triton", "xla", "interpret"]
 
@@ -77,6 +90,23 @@ flax_fallback: Setting[Literal["allow", "error"]] = jax_compat.config_state(
     "computes it, and jtops.explain lists it with the reason), or 'error' (UnsupportedError, which says the reason).",
     values=("allow", "error"),
 )
+
+
+deterministic: Setting[Literal["on", "off"]] = jax_compat.config_state(
+    "jtops_deterministic",
+    "Whether every result has the same bits every time: 'on'; 'off' (gradients of queries in flash_attention may be summed in an "
+    "order that differs from run to run, where that is faster); or None: 'on' if XLA was told so by --xla_gpu_deterministic_ops or "
+    "--xla_gpu_exclude_nondeterministic_ops in XLA_FLAGS, else 'off'.",
+    values=("on", "off"),
+)
+
+
+def is_deterministic() -> bool:
+    """What `deterministic` says, or XLA's own flags where it says nothing."""
+    if deterministic.value is not None:
+        return deterministic.value == "on"
+    flag = r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=(true|1))?(\s|$)"
+    return re.search(flag, os.environ.get("XLA_FLAGS", "")) is not None
 
 
 def interpret() -> AbstractContextManager[Any]:

@@ -14,7 +14,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import inspect
 import itertools
 import math
 import os
@@ -31,18 +30,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-import jtops
 from jtops import config
 from jtops.core import target
 from jtops.core.mesh import partition
 from jtops.core.tuning import timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
+from jtops.kernels import specs
 from jtops.kernels._lib.frame import tuned
 from jtops.kernels._lib.frame.config import Config
 from jtops.kernels._lib.frame.local import run_kernel
 from jtops.kernels._lib.frame.op import fused_p
 from jtops.kernels._lib.frame.stages import Call, spread
-from jtops.kernels._lib.spec import Case, Input, Spec
+from jtops.kernels._lib.spec import Case, Input, Spec, with_gradients
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
 SLOWER = 1.02  # of the heuristic's, for `check` to delete an entry
@@ -395,36 +394,12 @@ def _write(path: Path, device: Any, task: _Task, result: Result) -> None:
 # ------------------------------------------------------------------------------------------------------------ command line
 
 
-def specs() -> dict[str, Spec]:
-    """Every op's SPEC, by name."""
-    found: dict[str, Spec] = {}
-    for name in jtops.__all__:
-        module = vars(sys.modules[f.__module__]) if inspect.isfunction(f := getattr(jtops, name)) else {}
-        given = [module["SPEC"]] if "SPEC" in module else module.get("SPECS", [])
-        found |= {spec.name: spec for spec in given}
-    return dict(sorted(found.items()))
-
-
 def program(spec: Spec, case: Case, dtype: str, forward_only: bool = False) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """A case as a function of its operands, and their types: the result, and the gradients of all floating operands."""
-    types = [jax.ShapeDtypeStruct(i.shape, jnp.bool_ if i.true is not None else dtype) for i in case.inputs if i is not None]
-    names = [name for name, i in zip(spec.operands, case.inputs, strict=True) if i is not None]
-    floats = [i for i, t in enumerate(types) if t.dtype != np.bool_]
-
-    def both(*operands):
-        def of(*moved):
-            full = dict(zip(names, operands, strict=True)) | dict(zip((names[i] for i in floats), moved, strict=True))
-            return spec.function(**full, **case.options)
-
-        if forward_only:
-            return of(*(operands[i] for i in floats))
-        value, pullback = jax.vjp(of, *(operands[i] for i in floats))
-        return value, pullback(value)
-
+    f, types = spec.call(case), case.types(dtype)
     if forward_only:
-        return both, types
-    plain, _ = program(spec, case, dtype, forward_only=True)
-    return lambda *operands: (plain(*operands), both(*operands)), types
+        return f, types
+    return lambda *operands: (f(*operands), with_gradients(f)(*operands)), types
 
 
 def shaped(spec: Spec, case: Case, text: str) -> Case:
@@ -433,25 +408,29 @@ def shaped(spec: Spec, case: Case, text: str) -> Case:
     Operands that `text` does not name keep to the first, if theirs is the end of its shape in `case`, as in norms.
     """
     given = [None if t == "-" else tuple(map(int, t.split("x"))) for t in text.split(",")]
-    first, new = case.inputs[0], given[0]
-    if new is None or first is None or len(given) > len(case.inputs):
+    first, new = next(iter(case.inputs.values())), given[0]
+    if new is None or len(given) > len(spec.operands):
         raise ValueError(f"{spec.name} has operands {', '.join(spec.operands)}; got the shapes {text}.")
-    inputs: list[Input | None] = []
+    inputs: dict[str, Input] = {}
     shape: tuple[int, ...] | None
-    for i, (name, old) in enumerate(zip(spec.operands, case.inputs, strict=True)):
+    for i, (name, drawer) in enumerate(spec.operands.items()):
+        old = case.inputs.get(name)
         if i < len(given):
             shape = given[i]
         elif old is None or old.shape == first.shape[len(first.shape) - len(old.shape) :]:
             shape = None if old is None else new[len(new) - len(old.shape) :]
         else:
             raise ValueError(f"{spec.name}: give the shape of {name} too: the shapes of all operands, apart by commas.")
-        inputs.append(None if shape is None else dataclasses.replace(old or Input(()), shape=shape))
-    return dataclasses.replace(case, id=text, inputs=tuple(inputs))
+        if shape is not None:
+            if not isinstance(drawer, Input):
+                raise ValueError(f"{spec.name}: {name} may be a pair of arrays, whose shapes cannot be given: '-' leaves it out.")
+            inputs[name] = dataclasses.replace(drawer, shape=shape)
+    return dataclasses.replace(case, id=text, inputs=inputs)
 
 
 def _asked(options: argparse.Namespace) -> list[tuple[Spec, Case, str]]:
     """What to tune, of the command line's words."""
-    known = specs()
+    known = specs.SPECS
     names = list(known) if options.op == ["all"] else options.op
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no op {unknown[0]!r}; there are {', '.join(known)}, and all.")

@@ -1,7 +1,8 @@
 """The truth about every op: NumPy, float64, written from the docstrings' maths and from nothing else.
 
-``op(*operands, **options)`` gives the result; ``op_vjp(*operands, g=cotangent, **options)`` the gradient of each operand, None
-where it is absent or not floating. An op of several results has a tuple of them, and of their cotangents.
+``op(*operands, **options)`` gives the result; ``op_vjp(*operands, g=cotangent, **options)`` the gradients, in the order of its
+parameters, None where an operand is absent or not floating; parameters past the last gradient are no floating operands. An op of
+several results has a tuple of them, and of their cotangents.
 """
 
 import math
@@ -122,38 +123,46 @@ def add_rms_norm_vjp(x, residual, scale=None, *, g, **options):
     return dx + g[1], dx + g[1], dscale
 
 
-def _attention_mask(s, t, causal, window):
+def visible(q, k, *, causal=False, window=None, segment_ids=None, q_lengths=None, kv_lengths=None):
+    """Which query sees which key: [..., s, t]."""
+    s, t = q.shape[-3], k.shape[-3]
+    length = lambda given, size: np.asarray(size if given is None else np.minimum(given, size))[..., None, None]
+    q_length, kv_length = length(q_lengths, s), length(kv_lengths, t)
     i, j = np.arange(s)[:, None], np.arange(t)[None, :]
-    position = i + (t - s) if causal == "bottom_right" else i
+    position = i + kv_length - q_length if causal == "bottom_right" else i
     left, right = window if isinstance(window, tuple) else (window, window)
-    mask = np.ones((s, t), bool)
+    seen = (i < q_length) & (j < kv_length)
     if causal:
-        mask &= j <= position
+        seen = seen & (j <= position)
     if left is not None:
-        mask &= j >= position - left
+        seen = seen & (j >= position - left)
     if right is not None:
-        mask &= j <= position + right
-    return mask
+        seen = seen & (j <= position + right)
+    if segment_ids is not None:
+        q_ids, kv_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        q_ids, kv_ids = q_ids[..., :, None], kv_ids[..., None, :]
+        seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
+    return seen
 
 
-def _attention(q, k, v, causal, window, scale):
-    """-> probabilities [..., h, s, t] and heads' k and v, each query head with its own."""
-    r = q.shape[-2] // k.shape[-2]
+def attention_parts(q, k, v, *, scale=None, **masks):
+    """-> probabilities [..., h, s, t], heads' k and v, each query head with its own, and the scale."""
+    r, scale = q.shape[-2] // k.shape[-2], q.shape[-1] ** -0.5 if scale is None else scale
+    seen = visible(q, k, **masks)[..., None, :, :]
     k, v = np.repeat(k, r, -2), np.repeat(v, r, -2)
-    logits = np.einsum("...shd,...thd->...hst", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    mask = _attention_mask(q.shape[-3], k.shape[-3], causal, window)
-    return softmax(logits, np.broadcast_to(mask, logits.shape)), k, v
+    logits = np.einsum("...shd,...thd->...hst", q, k) * scale
+    return softmax(logits, np.broadcast_to(seen, logits.shape)), k, v, scale
 
 
-def flash_attention(q, k, v, *, causal=False, window=None, scale=None):
-    p, _, v = _attention(q, k, v, causal, window, scale)
+def flash_attention(q, k, v, **options):
+    p, _, v, _ = attention_parts(q, k, v, **options)
     return np.einsum("...hst,...the->...she", p, v)
 
 
-def flash_attention_vjp(q, k, v, *, g, causal=False, window=None, scale=None):
-    p, kh, vh = _attention(q, k, v, causal, window, scale)
+def flash_attention_vjp(q, k, v, *, g, **options):
+    p, kh, vh, scale = attention_parts(q, k, v, **options)
     dp = np.einsum("...she,...the->...hst", g, vh)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
     grouped = lambda x: x.reshape(*x.shape[:-2], k.shape[-2], -1, x.shape[-1]).sum(-2)
     dk, dv = np.einsum("...hst,...shd->...thd", ds, q), np.einsum("...hst,...she->...the", p, g)
     return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv)

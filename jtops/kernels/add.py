@@ -8,10 +8,11 @@ from jtops._compat.triton import tl, triton
 from jtops.config import Implementation
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib import checks
-from jtops.kernels._lib.device.rows import row
+from jtops.kernels._lib.device.rows import length, row
 from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels._lib.frame.op import fused_op
-from jtops.kernels._lib.spec import Case, Input, Spec
+from jtops.kernels._lib.rows.host import index_type
+from jtops.kernels._lib.spec import Case, Meshed, Spec, normal
 
 # Core axes are the last two, m and n: rows, columns and scalars broadcast inside the kernel, whatever the batch axes do.
 
@@ -47,11 +48,13 @@ def _forward_kernel(
     X_N: tl.constexpr,
     Y_M: tl.constexpr,
     Y_N: tl.constexpr,
+    INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: a BLOCK_M x BLOCK_N tile of the result, whose r = batch x m rows are n long."""
     pid = tl.program_id(0).to(tl.int64)
+    r, m, n = length(r, 1, INDEX), length(m, 1, INDEX), length(n, 1, INDEX)
     blocks_n = tl.cdiv(n, BLOCK_N)
     rows = pid // blocks_n * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = pid % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -63,9 +66,21 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["r", "parts", "rows_per_part"])
-def _sum_kernel(g_ptr, sum_ptr, r, c, parts, rows_per_part, SUM_COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _sum_kernel(
+    g_ptr,
+    sum_ptr,
+    r,
+    c,
+    parts,
+    rows_per_part,
+    SUM_COLS: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One program: the float32 sum of one part's rows of one group's r x c matrix, per column of a block or over all columns."""
     pid = tl.program_id(0).to(tl.int64)
+    r, c = length(r, 1, INDEX), length(c, 1, INDEX)
     blocks_n = 1 if SUM_COLS else tl.cdiv(c, BLOCK_N)
     group, part = pid // blocks_n // parts, pid // blocks_n % parts
     first = part * rows_per_part
@@ -110,6 +125,7 @@ def _forward(launch: Launch, operands):
         "X_N": all(dense) or x.shape[2] != 1,
         "Y_M": y.shape[1] != 1,
         "Y_N": all(dense) or y.shape[2] != 1,
+        "INDEX": index_type(max(r, m, n)),
     }
     config = launch.choose(_config(n), (_forward_kernel,), arguments, name="out", rounded=("r", "m", "n"), aligned=("n",))
     out = launch(
@@ -143,7 +159,7 @@ def _gradient(launch: Launch, x, rows, g):
     else:  # a column: sum over n alone, the rest is small
         groups, r, c = outer * own * rows.inner * m, 1, n
     sum_cols = x_n == 1 != n
-    arguments = {"g_ptr": g, "r": r, "c": c, "SUM_COLS": sum_cols}
+    arguments = {"g_ptr": g, "r": r, "c": c, "SUM_COLS": sum_cols, "INDEX": index_type(max(r, c))}
     config = launch.choose(
         _config(c), (_sum_kernel,), arguments, rounded=("r", "c"), aligned=("c",), groups=next_power_of_2(groups)
     )
@@ -197,6 +213,11 @@ def add(
     Gradients are the cotangent summed over broadcast axes, accumulated in float32 and cast to each operand's own dtype; the sum is
     two-staged and gives the same bits every time.
 
+    >>> rows = jnp.array([[0, 10, 20], [30, 40, 50]])
+    >>> jtops.add(rows, jnp.array([1, 2, 3]))  # the second operand is added to each row
+    Array([[ 1, 12, 23],
+           [31, 42, 53]], dtype=int32)
+
     Args:
       x, y: arrays of any shapes that broadcast together, or numbers. Kernel dtypes: integers, float32, bfloat16, float16.
       implementation: "triton", "xla" (``jax.numpy.add``), "interpret", or None: Triton on GPUs, XLA elsewhere.
@@ -220,33 +241,38 @@ def add(
     return out if out.shape == shape else out.reshape(shape)
 
 
+def _xy(x, y):
+    return {"x": normal(x), "y": normal(y)}
+
+
 SPEC = Spec(
     name="add",
     function=add,
-    operands=("x", "y"),
-    small=Case("small", (Input((2, 3, 5)), Input((5,))), "a row of y shared by all rows of x"),
-    meshed=Case("meshed", (Input((16, 8, 32)), Input((32,))), "rows of x on many devices, y on all"),
+    small=(Case("small", _xy((2, 3, 5), (5,)), "a row of y shared by all rows of x", axes="b m n, n -> b m n"),),
+    meshed=(Meshed("meshed", _xy((16, 8, 32), (32,)), "x on many devices, y on all", axes="b m n, n -> b m n", split="b m n"),),
     cases=(
-        Case("same", (Input((7, 33)), Input((7, 33))), "no broadcasting: flat kernel, odd tail"),
-        Case("thin", (Input((7, 1)), Input((7, 1))), "no broadcasting, though the last axis has size 1"),
-        Case("vector", (Input((1000,)), Input((1000,))), "rank below the kernel's"),
-        Case("row", (Input((3, 5, 257)), Input((257,))), "bias row; its gradient sums all rows"),
-        Case("column", (Input((6, 70)), Input((6, 1))), "column; its gradient sums along the row"),
-        Case("scalar", (Input((5, 9)), Input(())), "scalar; its gradient sums everything"),
-        Case("outer", (Input((6, 1)), Input((1, 70))), "both broadcast"),
-        Case("batch", (Input((4, 3, 17)), Input((3, 17))), "shared by the batch: sum over matrices"),
-        Case("middle", (Input((2, 3, 4, 5)), Input((1, 3, 1, 5))), "shared before and after its own batch axis"),
-        Case("sandwich", (Input((2, 1, 3, 4, 5)), Input((1, 6, 1, 4, 1))), "each has what the other lacks"),
-        Case("gap", (Input((2, 1, 3, 4, 5)), Input((2, 6, 3, 4, 5))), "a shared axis between full ones"),
-        Case("long_sum", (Input((700, 3)), Input((1, 3))), "gradient summed in several parts"),
+        Case("same", _xy((7, 33), (7, 33)), "no broadcasting: flat kernel, odd tail"),
+        Case("thin", _xy((7, 1), (7, 1)), "no broadcasting, though the last axis has size 1"),
+        Case("vector", _xy((1000,), (1000,)), "rank below the kernel's"),
+        Case("row", _xy((3, 5, 257), (257,)), "bias row; its gradient sums all rows"),
+        Case("column", _xy((6, 70), (6, 1)), "column; its gradient sums along the row"),
+        Case("scalar", _xy((5, 9), ()), "scalar; its gradient sums everything"),
+        Case("outer", _xy((6, 1), (1, 70)), "both broadcast"),
+        Case("batch", _xy((4, 3, 17), (3, 17)), "shared by the batch: sum over matrices"),
+        Case("middle", _xy((2, 3, 4, 5), (1, 3, 1, 5)), "shared before and after its own batch axis"),
+        Case("sandwich", _xy((2, 1, 3, 4, 5), (1, 6, 1, 4, 1)), "each has what the other lacks"),
+        Case("gap", _xy((2, 1, 3, 4, 5), (2, 6, 3, 4, 5)), "a shared axis between full ones"),
+        Case("long_sum", _xy((700, 3), (1, 3)), "gradient summed in several parts"),
     ),
     compiled=(
-        Case("same", (Input((4096, 4096)), Input((4096, 4096))), "flat"),
-        Case("row", (Input((8192, 4096)), Input((4096,))), "row and its gradient"),
-        Case("column", (Input((8192, 4096)), Input((8192, 1))), "column and its gradient"),
+        Case("same", _xy((4096, 4096), (4096, 4096)), "flat"),
+        Case("row", _xy((8192, 4096), (4096,)), "row and its gradient"),
+        Case("column", _xy((8192, 4096), (8192, 1)), "column and its gradient"),
     ),
     backward_kernels=1,
+    kept=0,
     forward_bytes=lambda out, x, y: out.nbytes + x.nbytes + y.nbytes,
     # An operand of the result's shape gets the cotangent itself; the others a sum of it.
-    backward_bytes=lambda out, *xs: sum(out.nbytes + x.nbytes for x in xs if x.shape != out.shape),
+    backward_bytes=lambda out, **xs: sum(out.nbytes + x.nbytes for x in xs.values() if x.shape != out.shape),
+    model=True,
 )

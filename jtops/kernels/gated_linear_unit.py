@@ -21,7 +21,7 @@ from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.product.backward import cotangent_dtype, gradient_of_a, gradients_of_bs
 from jtops.kernels._lib.product.portable import Epilogue, Term, product
 from jtops.kernels._lib.product.side import Groups
-from jtops.kernels._lib.spec import Case, Input, Spec
+from jtops.kernels._lib.spec import Case, Meshed, Spec, normal
 
 
 class _Gate(NamedTuple):
@@ -119,7 +119,10 @@ def gated_linear_unit(
 ) -> Float[Array, "*batch m n"]:
     """``activation(x @ w_gate) * (x @ w_up)``, rounded once: the first half of a SwiGLU, GEGLU or bilinear feed-forward layer.
 
-    >>> y = jtops.gated_linear_unit(x, w_gate, w_up) @ w_down
+    >>> x, w_gate, w_up, w_down = jnp.ones((2, 128, 64)), jnp.ones((64, 256)), jnp.ones((64, 256)), jnp.ones((256, 64))
+    >>> y = jtops.gated_linear_unit(x, w_gate, w_up) @ w_down  # a SwiGLU layer
+    >>> y.shape
+    (2, 128, 64)
 
     Sums, activation and product are float32 (float64 for float64 inputs). All rows of x are one large product. Gradients have the
     same bits every time, and their operand's dtype: with ``gate = x w_gate`` and ``up = x w_up``, which are computed again,
@@ -168,25 +171,33 @@ def gated_linear_unit(
     return jnp.squeeze(y, -2) if row else y
 
 
-def _bytes(*arrays) -> int:
-    return sum(x.nbytes for x in arrays)
+def _bytes(y, **operands) -> int:
+    return sum(x.nbytes for x in (y, *operands.values()))
 
 
-def _flops(_, x, w_gate, *__) -> int:
+def _flops(_, x, w_gate, **__) -> int:
     return 4 * x.size * w_gate.shape[-1]
 
 
 def _inputs(m, k, n, *batch):
-    weights = Input((k, n), std=k**-0.5)  # as in a layer at rest: products of size 1, where activations bend
-    return Input((*batch, m, k)), weights, weights
+    weights = normal((k, n), std=k**-0.5)  # as in a layer at rest: products of size 1, where activations bend
+    return {"x": normal((*batch, m, k)), "w_gate": weights, "w_up": weights}
 
 
 SPEC = Spec(
     name=_OP,
     function=gated_linear_unit,
-    operands=("x", "w_gate", "w_up"),
-    small=Case("small", _inputs(3, 8, 8, 2), "all rows are one product"),
-    meshed=Case("meshed", _inputs(8, 8, 8, 8), "rows on many devices, weights on all"),
+    small=(Case("small", _inputs(3, 8, 8, 2), "all rows are one product", axes="b m k, k n, k n -> b m n"),),
+    meshed=(
+        Meshed(
+            "meshed",
+            _inputs(8, 8, 8, 8),
+            "rows on many devices, weights on all",
+            axes="b m k, k n, k n -> b m n",
+            split="b m n",
+            gathered="k",
+        ),
+    ),
     cases=(
         Case("silu", _inputs(33, 40, 17), "tails everywhere"),
         Case(
@@ -217,8 +228,9 @@ SPEC = Spec(
         Case("odd", _inputs(1000, 1001, 999), "masks on every side", {"activation": "gelu"}),
     ),
     backward_kernels=3,
+    kept=1,
     forward_bytes=_bytes,
-    backward_bytes=lambda *arrays: 2 * _bytes(*arrays),
+    backward_bytes=lambda y, **operands: 2 * _bytes(y, **operands),
     forward_flops=_flops,
-    backward_flops=lambda *given: 2 * _flops(*given),
+    backward_flops=lambda options, **operands: 2 * _flops(options, **operands),
 )

@@ -25,7 +25,7 @@ from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.product.backward import cotangent, cotangent_dtype, gradient_of_a, gradients_of_bs
 from jtops.kernels._lib.product.portable import Epilogue, Term, product
 from jtops.kernels._lib.product.side import Groups
-from jtops.kernels._lib.spec import Case, Input, Spec
+from jtops.kernels._lib.spec import Case, Meshed, Spec, normal
 
 
 class _After(NamedTuple):
@@ -146,6 +146,10 @@ def matmul(
     rows, ``dresidual = g``. With an activation ``z = a @ b + bias`` is saved for it in the result's dtype. dz is rounded to the
     operands' dtype; beside a float32 cotangent of float16 operands it stays float32. Fastest where k and n are multiples of 16.
 
+    >>> tokens, weights = jnp.ones((2, 128, 512)), jnp.ones((512, 2048))
+    >>> jtops.matmul(tokens, weights, bias=jnp.zeros(2048), activation="gelu").shape  # a feed-forward layer in one kernel
+    (2, 128, 2048)
+
     Args:
       a: [..., m, k], or [k], which is one row whose axis the result lacks. Kernel dtypes: float32, bfloat16, float16.
       b: [..., k, n], or [k], one column. If its dtype differs from that of `a`, both are promoted as jnp.matmul does.
@@ -203,27 +207,37 @@ def matmul(
     return jnp.squeeze(y, [axis for axis, gone in ((-2, row), (-1, column)) if gone])
 
 
-def _bytes(c, a, b, bias, residual) -> int:
-    return sum(x.nbytes for x in (c, a, b, bias, residual) if x is not None)
+def _bytes(c, **operands) -> int:
+    return sum(x.nbytes for x in (c, *operands.values()))
 
 
-def _flops(_, a, b, *__) -> int:
+def _flops(_, a, b, **__) -> int:
     return 2 * a.size * b.shape[-1]
 
 
 def _inputs(m, k, n, *batch, bias=False, residual=False):
-    weights = Input((k, n), std=k**-0.5)  # as in a layer at rest: z of size 1, where activations bend
-    return Input((*batch, m, k)), weights, Input((n,)) if bias else None, Input((*batch, m, n)) if residual else None
+    weights = normal((k, n), std=k**-0.5)  # as in a layer at rest: z of size 1, where activations bend
+    more = {"bias": normal((n,))} if bias else {}
+    return {"a": normal((*batch, m, k)), "b": weights, **more} | ({"residual": normal((*batch, m, n))} if residual else {})
 
 
 _FULL: dict[str, Any] = {"bias": True, "residual": True}
-_MLP = _inputs(16384, 1024, 4096, bias=True)
+_AXES = "b m k, k n, n, b m n -> b m n"
 SPEC = Spec(
     name=_OP,
     function=matmul,
-    operands=("a", "b", "bias", "residual"),
-    small=Case("small", _inputs(3, 8, 8, 2, **_FULL), "all operands", {"activation": "gelu"}),
-    meshed=Case("meshed", _inputs(8, 8, 8, 8, **_FULL), "rows on many devices, b and bias on all", {"activation": "gelu"}),
+    small=(Case("small", _inputs(3, 8, 8, 2, **_FULL), "all operands", {"activation": "gelu"}, axes=_AXES),),
+    meshed=(
+        Meshed(
+            "meshed",
+            _inputs(8, 8, 8, 8, **_FULL),
+            "rows on many devices, b and bias on all",
+            {"activation": "gelu"},
+            axes=_AXES,
+            split="b m n",
+            gathered="k",
+        ),
+    ),
     cases=(
         Case("full", _inputs(33, 40, 17, **_FULL), "tails everywhere, all operands", {"activation": "gelu"}),
         Case("plain", _inputs(20, 24, 36), "the product alone"),
@@ -246,8 +260,12 @@ SPEC = Spec(
         Case("relu", _inputs(9, 16, 8, 3), "b shared by batch elements: one product", {"activation": "relu"}),
         Case("gelu_exact", _inputs(8, 16, 8, bias=True), "erf", {"activation": "gelu_exact"}),
         Case("sigmoid", _inputs(8, 16, 8, bias=True), "saturating both ways", {"activation": "sigmoid"}),
-        Case("batched", (Input((2, 5, 12)), Input((2, 12, 7), std=0.3), Input((7,)), None), "a matrix b for each batch element"),
-        Case("broadcast", (Input((2, 1, 5, 6)), Input((1, 3, 6, 4)), None, None), "either operand shared along an axis of its own"),
+        Case(
+            "batched",
+            {"a": normal((2, 5, 12)), "b": normal((2, 12, 7), std=0.3), "bias": normal((7,))},
+            "a matrix b for each batch element",
+        ),
+        Case("broadcast", {"a": normal((2, 1, 5, 6)), "b": normal((1, 3, 6, 4))}, "either shared along an axis of its own"),
         Case("split", _inputs(3, 1300, 5, **_FULL), "k in several sums", {"activation": "gelu"}),
         Case("rows", _inputs(1100, 4, 6, bias=True), "sums over rows, in parts, for b and bias"),
         Case("row", _inputs(1, 40, 24, bias=True), "a single row"),
@@ -256,14 +274,15 @@ SPEC = Spec(
     compiled=(
         Case("4096", _inputs(4096, 4096, 4096), "square"),
         Case("8192", _inputs(8192, 8192, 8192), "square, large"),
-        Case("mlp", _MLP, "a transformer's first feed-forward layer", {"activation": "gelu"}),
+        Case("mlp", _inputs(16384, 1024, 4096, bias=True), "a transformer's first feed-forward layer", {"activation": "gelu"}),
         Case("residual", _inputs(16384, 4096, 1024, **_FULL), "and its second"),
         Case("skinny", _inputs(16, 4096, 4096, bias=True), "few rows, k split", {"activation": "silu"}),
         Case("odd", _inputs(1000, 1001, 999, **_FULL), "masks on every side", {"activation": "gelu"}),
     ),
     backward_kernels=3,
+    kept=1,  # z; a as well, where the gradient of b is asked for
     forward_bytes=_bytes,
-    backward_bytes=lambda *arrays: 2 * _bytes(*arrays),
+    backward_bytes=lambda c, **operands: 2 * _bytes(c, **operands),
     forward_flops=_flops,
-    backward_flops=lambda *given: 2 * _flops(*given),
+    backward_flops=lambda options, **operands: 2 * _flops(options, **operands),
 )

@@ -42,10 +42,10 @@ def where(tree):
 
 @everywhere
 @some_ops
-def test_ops_run_where_their_data_is(spec, implementation):
+def test_ops_run_where_their_data_is(spec, case, implementation):
     """First on device 0, then on device 1 with the same jitted function: forward and gradients."""
-    operands = draw(spec, spec.small)
-    f = function(spec, spec.small, implementation=implementation)
+    operands = draw(spec, case)
+    f = function(spec, case, implementation=implementation)
     g = jnp.ones(jax.eval_shape(f, *operands).shape)
     both = jax.jit(lambda operands, g: value_and_vjp(f, operands, g))
     results = []

@@ -7,44 +7,32 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jtops
 from tests.kernels import lowered
-from tests.specs import SPECS, draw, function, some_ops
+from tests.specs import SPECS, draw, function, some_ops, with_gradients
 
 ROOT = Path(__file__).parents[2]
 
 
-def program(spec):
+def program(spec, case):
     """Value and gradients of an op's small case."""
-    f = function(spec, spec.small)
+    return jax.jit(with_gradients(function(spec, case)))
 
-    def g(*operands):
-        where = [i for i, x in enumerate(operands) if x is not None and jnp.issubdtype(x.dtype, jnp.floating)]
 
-        def of(*moved):
-            full = list(operands)
-            for i, x in zip(where, moved, strict=True):
-                full[i] = x
-            return f(*full)
-
-        value, pullback = jax.vjp(of, *(operands[i] for i in where))
-        return value, pullback(value)
-
-    return jax.jit(g)
+SMALL = [(spec, case) for spec in SPECS.values() for case in spec.small]
 
 
 @some_ops
 @pytest.mark.spec("compile and export for a target without that GPU")
-def test_export_for_a_gpu_that_is_not_there(spec):
-    operands = draw(spec, spec.small)
+def test_export_for_a_gpu_that_is_not_there(spec, case):
+    operands = draw(spec, case)
     with pytest.raises(jtops.UnsupportedError, match=r'needs to know the GPU.*jtops.config.target\("sm_90"\)'):
-        jax.export.export(program(spec), platforms=("cuda",), disabled_checks=jtops.export_checks)(*operands)
+        jax.export.export(program(spec, case), platforms=("cuda",), disabled_checks=jtops.export_checks)(*operands)
     with jtops.config.target("sm_90"):
-        exported = jax.export.export(program(spec), platforms=("cuda",), disabled_checks=jtops.export_checks)(*operands)
+        exported = jax.export.export(program(spec, case), platforms=("cuda",), disabled_checks=jtops.export_checks)(*operands)
     loaded = jax.export.deserialize(exported.serialize())
     assert loaded.platforms == ("cuda",)
     assert loaded.mlir_module() == exported.mlir_module()
@@ -52,26 +40,26 @@ def test_export_for_a_gpu_that_is_not_there(spec):
 
 
 @some_ops
-def test_export_for_the_cpu(spec):
-    operands = draw(spec, spec.small)
-    loaded = jax.export.deserialize(jax.export.export(program(spec))(*operands).serialize())
-    for got, want in zip(jax.tree.leaves(loaded.call(*operands)), jax.tree.leaves(program(spec)(*operands)), strict=True):
+def test_export_for_the_cpu(spec, case):
+    operands = draw(spec, case)
+    loaded = jax.export.deserialize(jax.export.export(program(spec, case))(*operands).serialize())
+    for got, want in zip(jax.tree.leaves(loaded.call(*operands)), jax.tree.leaves(program(spec, case)(*operands)), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.gpu
 def test_a_loaded_program_gives_the_same_numbers():
-    for spec in SPECS.values():
-        operands = draw(spec, spec.small)
-        exported = jax.export.export(program(spec), platforms=("cuda",), disabled_checks=jtops.export_checks)(*operands)
+    for spec, case in SMALL:
+        operands = draw(spec, case)
+        exported = jax.export.export(program(spec, case), platforms=("cuda",), disabled_checks=jtops.export_checks)(*operands)
         loaded = jax.export.deserialize(exported.serialize())
-        for got, want in zip(jax.tree.leaves(loaded.call(*operands)), jax.tree.leaves(program(spec)(*operands)), strict=True):
-            np.testing.assert_array_equal(got, want, err_msg=spec.name)
+        for got, want in zip(jax.tree.leaves(loaded.call(*operands)), jax.tree.leaves(program(spec, case)(*operands)), strict=True):
+            np.testing.assert_array_equal(got, want, err_msg=f"{spec.name} {case.id}")
 
 
 def texts() -> str:
     """Every op's program, as text."""
-    return "\n".join(lowered.text(program(spec), *draw(spec, spec.small)) for spec in SPECS.values())
+    return "\n".join(lowered.text(program(spec, case), *draw(spec, case)) for spec, case in SMALL)
 
 
 @pytest.mark.slow
@@ -86,7 +74,7 @@ def test_every_op_is_the_same_text_in_two_processes(tmp_path):
         assert run.returncode == 0, run.stderr[-2000:]
         found.append(run.stdout)
     assert found[0] == found[1]
-    assert len(re.findall(lowered.CALL, found[0])) >= 2 * len(SPECS)
+    assert len(re.findall(lowered.CALL, found[0])) >= 2 * len(SMALL)
     assert str(tmp_path) not in found[0]
     assert str(ROOT) not in found[0]
 

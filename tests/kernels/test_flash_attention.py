@@ -152,7 +152,7 @@ def test_case_5_tails(s, t, d, implementation):
 )
 def test_case_5_same_bits_every_time(b, s, h, d, dtype):
     operands = qkv(s, s, h=h, d=d, b=b, dtype=dtype)
-    f = jax.jit(lambda *a: both(functools.partial(attention, implementation="triton"), *a))
+    f = jax.jit(lambda *a: both(functools.partial(attention, implementation="triton", deterministic=True), *a))
     first = f(*operands)
     for i in range(10):
         _ = jax.block_until_ready(jnp.full((64 * 2**20,), jnp.nan, jnp.float32) + i)  # what memory is used next holds NaN
@@ -338,6 +338,56 @@ def test_malformed_calls(call, error, match):
         call()
 
 
+# ---- Variants
+
+
+def variants(*operands, target="sm_90", **options):
+    """Name and variant of every launch of value and gradients."""
+    f = lambda *x: attention(*x, **options)
+    with jtops.config.target(target):
+        grads = jax.grad(lambda *x: f(*x).astype(jnp.float32).sum(), (0, 1, 2))
+        return {launch.name.removeprefix("jtops_flash_attention_"): launch.variant for launch in jtops.explain(grads, *operands)}
+
+
+HALF = [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)] * 3
+
+
+def test_hopper_has_kernels_of_its_own():
+    hopper = {"fwd": "hopper", "vjp_preprocess": "hopper", "vjp": "hopper", "vjp_postprocess": "hopper"}
+    assert variants(*HALF) == hopper
+    assert variants(*HALF, causal=True, config=jtops.Config(variant="hopper")) == hopper
+
+
+@pytest.mark.parametrize(
+    ("why", "operands", "how"),
+    [
+        ("written for sm_90, not sm_80", HALF, {"target": "sm_80"}),
+        ("written for sm_90, not sm_100", HALF, {"target": "sm_100"}),
+        ("written for sm_90, not gfx942", HALF, {"target": "gfx942"}),
+        ("no interpreter", HALF, {"implementation": "interpret", "target": None}),
+        ("not float32", [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float32)] * 3, {}),
+        ("segment ids", HALF, {"segment_ids": jnp.zeros((2, 256), jnp.int32)}),
+    ],
+)
+def test_other_calls_take_the_portable_kernels(why, operands, how):
+    got = variants(*operands, **how)
+    assert got.keys() == {"fwd", "vjp_dkdv", "vjp_dq"}
+    assert all(said.startswith("portable (hopper: ") for said in got.values()), got
+    assert why in got["fwd"]
+
+
+def test_a_config_names_the_variant():
+    got = variants(*HALF, config=jtops.Config(variant="portable"))
+    assert got == {"fwd": "portable", "vjp_dkdv": "portable", "vjp_dq": "portable"}
+    got = variants(*HALF, config=jtops.Config(BLOCK_M=64, BLOCK_N=64))  # blocks that only the portable forward has
+    assert got["fwd"] == "portable"
+    assert "its tiles are" in got["vjp_dkdv"]
+    got = variants(*HALF, config=jtops.Config(WARPGROUPS=2, BLOCK_N=128, num_stages=2))
+    assert (got["fwd"], got["vjp"]) == ("hopper", "hopper")
+    with pytest.raises(jtops.UnsupportedError, match="hopper: it is written for sm_90, not sm_80"):
+        variants(*HALF, target="sm_80", config=jtops.Config(variant="hopper"))
+
+
 # ---- Cases 63, 70, 78: numbers at their edges, and arguments of other types
 
 
@@ -376,3 +426,32 @@ def test_case_78_numpy_and_python_ints():
             attention(q, k, v, kv_lengths=np.asarray([4, 4], np.int64))
         with pytest.raises(TypeError, match="must fit int32"):
             attention(q, k, v, kv_lengths=2**40)
+
+
+# ---- deterministic
+
+
+def test_deterministic_is_argument_setting_and_xlas_flag(monkeypatch):
+    """The argument counts before the setting, that before XLA's flags; it is known when a call is traced."""
+    q = jnp.ones((1, 4, 1, 16), jnp.bfloat16)
+    said = lambda **kw: [dict(e.params["jaxpr"].eqns[-1].params["call"].options)["deterministic"]
+                         for e in jax.make_jaxpr(lambda q: attention(q, q, q, **kw))(q).eqns if "jaxpr" in e.params]  # fmt: skip
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert said() == [False]
+    assert said(deterministic=True) == [True]
+    with jtops.config.deterministic("on"):
+        assert said() == [True]
+        assert said(deterministic=False) == [False]
+    for flags, want in [
+        ("--xla_gpu_deterministic_ops", True),
+        ("--a=b --xla_gpu_deterministic_ops=true --c", True),
+        ("--xla_gpu_exclude_nondeterministic_ops=1", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_deterministic_ops_of_mine=true", False),
+    ]:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert jtops.config.is_deterministic() is want, flags
+    with jtops.config.deterministic("off"):
+        assert said() == [False]
+    with pytest.raises(TypeError, match="deterministic must be True, False or None; got 'yes'"):
+        attention(q, q, q, deterministic="yes")

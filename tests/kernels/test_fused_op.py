@@ -22,7 +22,7 @@ from jtops.kernels._lib.device.rows import row
 from jtops.kernels._lib.frame import tuned
 from jtops.kernels._lib.frame.axes import AxisRule
 from jtops.kernels._lib.frame.launch import Config, Rows
-from jtops.kernels._lib.frame.op import fused_op, refused
+from jtops.kernels._lib.frame.op import Variant, fused_op, refused
 from tests import numerics
 from tests.kernels import lowered
 from tests.kernels.test_sharding import collectives, mesh, put
@@ -351,6 +351,118 @@ def test_refused_derivative():
     numerics.close(jax.grad(lambda x: (x * f(jax.lax.stop_gradient(x))).sum())(x), x * x)
 
 
+# ------------------------------------------------------------------------------------------------------------- variants
+
+
+@triton.jit
+def _add_kernel(x_ptr, y_ptr, n, more, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + more, mask=i < n)
+
+
+@triton.jit
+def _add_by_lines_kernel(x_ptr, y_ptr, n, more, LINE: tl.constexpr):
+    i = tl.program_id(0) * LINE + tl.arange(0, LINE)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + more, mask=i < n)
+
+
+def _variant(name, block, kernel, more, unfit=lambda launch, x: None):
+    """A stage that adds `more` to its operand, so that the result says which variant ran."""
+
+    def run(launch, x, *_):
+        given = {"x_ptr": x.x, "n": x.x.size, "more": more}
+        config = launch.choose(Config(**{block: 8}), (kernel,), given)
+        y = jax.ShapeDtypeStruct(x.x.shape, x.x.dtype)
+        out = launch(kernel, outputs={"y_ptr": y}, config=config, grid=cdiv(x.x.size, config[block]), **given)
+        return (out["y_ptr"],)
+
+    return Variant(name=name, blocks=frozenset({block}), run=run, unfit=unfit)
+
+
+_short = lambda launch, x: None if x.x.shape[-1] <= 8 else f"rows of {x.x.shape[-1]} are longer than 8"
+_moved = fused_op(
+    "moved",
+    operands={"x": "n"},
+    results={"y": "n"},
+    whole="n",
+    reference=lambda x: (x + 0.0,),
+    forward=(_variant("short", "LINE", _add_by_lines_kernel, 1.0, _short), _variant("any", "BLOCK", _add_kernel, 2.0)),
+    backward=(_variant("any", "BLOCK", _add_kernel, 3.0),),
+)
+
+
+def moved(n, config=None):
+    """What the variants of forward and backward add."""
+    x = jnp.zeros((2, n))
+    y, back = jax.vjp(lambda x: _moved(x, config=config, implementation="interpret")[0], x)
+    dx = jnp.zeros_like(x) if back is None else back(x)[0]
+    np.testing.assert_array_equal(y, jnp.full_like(y, y[0, 0]))
+    return float(y[0, 0]), float(dx[0, 0])
+
+
+def test_the_first_variant_that_fits():
+    assert moved(8) == (1, 3)
+    assert moved(9) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "ran"),
+    [
+        (Config(LINE=4), (1, 3)),  # no notice of it in the backward, which has no such block
+        (Config(BLOCK=4), (2, 3)),
+        (Config(variant="any"), (2, 3)),
+        (Config(variant="short"), (1, 3)),
+        (Config(variant="any", BLOCK=4), (2, 3)),
+        (Config(variant="short", LINE=2, num_warps=1), (1, 3)),
+    ],
+)
+def test_a_config_is_for_the_variants_that_have_its_blocks(config, ran):
+    with tuned.choices() as found:
+        assert moved(8, config) == ran
+    settled = {choice.problem.choice: config for choice, config in found}
+    forward, backward = ("short.fwd" if ran[0] == 1 else "any.fwd"), "any.vjp"
+    assert settled.keys() == {forward, backward}
+    for taken in settled.values():
+        mine = config.blocks.keys() == taken.blocks.keys()
+        assert taken.source == ("explicit" if mine else "heuristic")
+        assert taken["variant"] is None
+        if mine:
+            assert taken == config.plain()
+
+
+def test_a_config_that_no_variant_can_have():
+    for config, said in [
+        (Config(variant="short"), "moved: no kernel for this call is as its config asks. short: rows of 9 are longer than 8"),
+        (Config(LINE=4), "moved: no kernel for this call is as its config asks. short: rows of 9 are longer than 8"),
+    ]:
+        with pytest.raises(jtops.UnsupportedError, match=said):
+            moved(9, config)
+    for config, said in [
+        (Config(variant="long"), "moved has the variants short, any; got Config"),
+        (Config(LINES=4), "must give the blocks LINE; or BLOCK; got"),
+        (Config(variant="any", LINE=4), "must give the blocks BLOCK; got"),
+        (Config(variant="any", num_warps=8), "must give the blocks BLOCK; got"),
+        (Config(), "must give the blocks LINE; or BLOCK; got"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            moved(8, config)
+    with pytest.raises(ValueError, match="softmax has no variants; got Config"):
+        jtops.softmax(jnp.ones((2, 8)), config=Config(variant="portable"))
+    with pytest.raises(TypeError, match="variant must be a name or None; got 3"):
+        Config(variant=3)
+
+
+def test_explain_says_the_variant_and_what_did_not_fit():
+    f = lambda n, **how: jtops.explain(lambda x: _moved(x, implementation="interpret", **how)[0], jnp.zeros((2, n)))
+    assert [launch.variant for launch in f(8)] == ["short"]
+    assert [launch.variant for launch in f(9)] == ["any (short: rows of 9 are longer than 8)"]
+    assert [launch.variant for launch in f(8, config=Config(BLOCK=4))] == ["any"]
+    assert "any (short: rows of 9 are longer than 8)" in str(f(9))
+    assert [
+        launch.variant for launch in jtops.explain(lambda x: jtops.add(x, x, implementation="interpret"), jnp.zeros((2, 8)))
+    ] == [""]
+
+
 # ---------------------------------------------------------------------------------------------------- launches by name
 
 
@@ -433,16 +545,10 @@ def test_the_tables_key_is_read_off_the_arguments():
 
 
 def test_axis_rules():
-    rule = AxisRule.parse("s (g r) d, t g d, () -> s (g r) d", "s (g r), ()", "s t")
+    rule = AxisRule.of(["s (g r) d", "t g d", ""], ["s (g r) d"], ["s (g r)", ""], "s t")
     assert rule.operands == ((("s",), ("g", "r"), ("d",)), (("t",), ("g",), ("d",)), ())
     assert rule.residuals == ((("s",), ("g", "r")), ())
-    named = AxisRule.of(["s (g r) d", "t g d", ""], ["s (g r) d"], ["s (g r)", ""], "s t")
-    assert (named.operands, named.residuals, named.whole) == (rule.operands, rule.residuals, rule.whole)
-    for bad in ("n", "n -> ", " -> n"):
-        with pytest.raises(ValueError, match="malformed"):
-            AxisRule.parse(bad)
-    with pytest.raises(ValueError, match="malformed"):
-        AxisRule.parse("n -> n", whole="m")
+    assert rule.whole == {"s", "t"}
     for ins, outs in (([], ["n"]), (["n"], []), (["n, n"], ["n"])):
         with pytest.raises(ValueError, match="the dims of one array for each"):
             AxisRule.of(ins, outs, [], "")

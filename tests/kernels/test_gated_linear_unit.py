@@ -125,14 +125,12 @@ def test_chosen_tiles_fit_every_target(target, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_split_k_is_right_and_has_the_same_bits(dtype, implementation):
     """Cases 20 and 32: both sums of parts of k are float32 and added in one order; forward, and again backward."""
-    operands = normal(8, 2048, dtype=dtype), *((normal(2048, 8, seed=i) / 45).astype(dtype) for i in (1, 2))
+    operands = normal(8, 1024, dtype=dtype), *((normal(1024, 8, seed=i) / 32).astype(dtype) for i in (1, 2))
     f = jax.jit(lambda *x: jtops.gated_linear_unit(*x, activation="gelu", implementation=implementation))
-    assert lowered.text(jtops.gated_linear_unit, *operands).count("tensor<1x4x8x8xf32>") >= 2
+    assert lowered.text(jtops.gated_linear_unit, *operands).count("tensor<1x2x8x8xf32>") >= 2
     wide = [np.asarray(x, np.float64) for x in operands]
     numerics.close(f(*operands), oracles.gated_linear_unit(*wide, activation="gelu"), 2e-2)
-    first = f(*operands), grads(f, *operands)
-    for _ in range(3):
-        jax.tree.map(np.testing.assert_array_equal, (f(*operands), grads(f, *operands)), first)
+    jax.tree.map(np.testing.assert_array_equal, (f(*operands), grads(f, *operands)), (f(*operands), grads(f, *operands)))
 
 
 @ways
@@ -192,12 +190,12 @@ def test_dtypes(implementation):
 @ways
 def test_small_float32_cotangents_of_float16_survive(implementation):
     """A mean's cotangent lies below what float16 holds; the gradient does not."""
-    x, w = jnp.ones((2**12, 16), jnp.float16), jnp.full((16, 4), 1 / 16, jnp.float16)
+    x, w = jnp.ones((2**10, 16), jnp.float16), jnp.full((16, 4), 1 / 16, jnp.float16)
     f = lambda w: jtops.gated_linear_unit(
         x, w, w, activation=None, preferred_element_type=jnp.float32, implementation=implementation
     )
     g = jax.grad(lambda w: (f(w) * 1e-8).sum())(w)
-    np.testing.assert_allclose(g.astype(jnp.float32), 2 * 2**12 * 1e-8, rtol=2e-2)
+    np.testing.assert_allclose(g.astype(jnp.float32), 2 * 2**10 * 1e-8, rtol=2e-2)
 
 
 def test_precision_reaches_every_kernel():

@@ -22,28 +22,30 @@ from tests.kernels import lowered
 gpu = pytest.mark.gpu
 slow = pytest.mark.slow
 sds = jax.ShapeDtypeStruct
+Operands = collections.namedtuple("Operands", "q k v q_ids kv_ids q_lengths kv_lengths s_index")
 
 
 def launch(b=1, *, s=300, rows=(None, None), left=None, right=None, masked=False, **changes):
     """What the frame tells the launcher. `rows`: of q and of k and v, where they are not one a batch element."""
     q_rows, k_rows = (r or Rows(1, b) for r in rows)
-    options = {"scale": 0.125, "q_size": s, "left": left, "right": right, "bottom_right": False, "deterministic": True}
+    options = {"scale": 0.125, "q_size": s, "left": left, "right": right, "align": None, "deterministic": True}
     options |= {k: changes.pop(k) for k in list(changes) if k in options}
     given = {
         "config": None,
         "target": Target.parse("sm_90"),
         "device": None,
         "interpret": False,
-        "wanted": (True,) * 3 + (False,) * 5,
+        "wanted": Operands(*(True,) * 3, *(False,) * 5),
     }
     index = Rows(b, 1) if masked or left is not None or right is not None else None
-    rows = (q_rows, k_rows, k_rows, None, None, None, None, index)
+    rows = Operands(q_rows, k_rows, k_rows, None, None, None, None, index)
     return Launch(op="flash_attention", stage="vjp", batch=b, rows=rows, options=options, **given | changes)
 
 
 def run(told, q, k, v, out, lse, do=None, dlse=None, index=None):
     """The launcher on arrays, or on their types when it is lowered."""
-    return [x for x in hopper.backward(told, (q, k, v, None, None, None, None, index), (out, lse), (do, dlse)) if x is not None]
+    operands = Operands(q, k, v, None, None, None, None, index)
+    return [x for x in hopper.backward(told, operands, (out, lse), (do, dlse)) if x is not None]
 
 
 # ------------------------------------------------------------------------------------------------------------------- compiled
@@ -175,9 +177,10 @@ def types(s=64, t=64, d=128, e=None, dtype="bfloat16", h=2, g=2):
 
 def test_unfit():
     nothing = (None,) * 5
-    assert hopper.unfit(launch(), *types(), *nothing) is None
-    assert hopper.unfit(launch(left=3, right=0), *types(1, 77, 64, dtype="float16"), *nothing[:4], sds((1, 1), "int32")) is None
-    assert hopper.unfit(launch(config=hopper.heuristic(128)), *types(), *nothing) is None
+    unfit = lambda told, *operands: hopper.unfit(told, Operands(*operands))
+    assert unfit(launch(), *types(), *nothing) is None
+    assert unfit(launch(left=3, right=0), *types(1, 77, 64, dtype="float16"), *nothing[:4], sds((1, 1), "int32")) is None
+    assert unfit(launch(config=hopper.heuristic(128)), *types(), *nothing) is None
     reasons = [
         (launch(interpret=True), types(), nothing, "interpreter"),
         (launch(target=Target.parse("sm_100")), types(), nothing, "sm_90"),
@@ -193,7 +196,7 @@ def test_unfit():
         (launch(config=Config(BLOCK_M=128, BLOCK_N=128)), types(), nothing, "its tiles"),
     ]
     for told, operands, others, words in reasons:
-        assert words in hopper.unfit(told, *operands, *others), words
+        assert words in unfit(told, *operands, *others), words
 
 
 # -------------------------------------------------------------------------------------------------------------------- on a GPU
@@ -204,11 +207,11 @@ def truth(q, k, v, do, dlse=None, **options):
     q, k, v, do = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, do))
     scale = options.get("scale", q.shape[-1] ** -0.5)
     logits = np.einsum("bshd,bthd->bhst", q, np.repeat(k, q.shape[2] // k.shape[2], 2)) * scale
-    mask = oracles._attention_mask(q.shape[1], k.shape[1], options.get("causal"), options.get("window"))
+    mask = oracles.visible(q, k, causal=options.get("causal"), window=options.get("window"))
     lse = np.swapaxes(oracles.logsumexp(logits, np.broadcast_to(mask, logits.shape), axis=-1), 1, 2)
     grads = list(oracles.flash_attention_vjp(q, k, v, g=do, **options))
     if dlse is not None:  # lse is linear in the scores, to first order, by the probabilities
-        p, heads_k, _ = oracles._attention(q, k, v, options.get("causal"), options.get("window"), scale)
+        p, heads_k, *_ = oracles.attention_parts(q, k, v, **options)
         ds = p * np.swapaxes(np.where(lse == -np.inf, 0, dlse), 1, 2)[..., None] * scale
         grads[0] += np.einsum("bhst,bthd->bshd", ds, heads_k)
         dk = np.einsum("bhst,bshd->bthd", ds, q)
@@ -227,7 +230,8 @@ def near(got, want, dtype):
 
 def window_of(causal, window):
     left, right = window or (None, None)
-    return {"left": left, "right": min(right or 0, 0) if causal else right, "bottom_right": causal == "bottom_right"}
+    align = "bottom_right" if causal == "bottom_right" else None
+    return {"left": left, "right": min(right or 0, 0) if causal else right, "align": align}
 
 
 def compared(

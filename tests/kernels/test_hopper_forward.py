@@ -1,5 +1,6 @@
 """Attention's forward kernel for Hopper: what it compiles to, what it refuses, and on the GPU its numbers."""
 
+import collections
 import functools
 
 import jax
@@ -10,11 +11,12 @@ import pytest
 from jtops.core.target import Target
 from jtops.kernels._lib.frame.launch import Config, Launch, Rows
 from jtops.kernels.attention.hopper import forward as hopper
+from jtops.kernels.attention.mask import mask_of
 from tests import oracles
 from tests.kernels import lowered, sass
 
 gpu = pytest.mark.gpu
-ONE = Rows(1, 1, 1)
+Operands = collections.namedtuple("Operands", "q k v q_ids kv_ids q_lengths kv_lengths s_index")
 
 
 def launch_of(
@@ -26,29 +28,27 @@ def launch_of(
         right = 0 if right is None else min(right, 0)
     q_lengths, kv_lengths = lengths
     b, s, _, d = q.shape
-    masked = left is not None or right is not None or q_lengths is not None
-    own = Rows(1, b, 1)
-    operands = (q, k, v, ids, ids, q_lengths, kv_lengths, jnp.arange(s, dtype=jnp.int32) if masked else None)
-    given = (own, *(rows or (own, own)), *(None if x is None else own for x in operands[3:7]), ONE if masked else None)
+    own = Rows(1, b)
+    operands = Operands(q, k, v, ids, ids, q_lengths, kv_lengths, jnp.arange(s, dtype=jnp.int32))
+    given = Operands(own, *(rows or (own, own)), *(None if x is None else own for x in operands[3:7]), Rows(1, 1))
     options = {
         "scale": d**-0.5 if scale is None else scale,
         "left": left,
         "right": right,
-        "bottom_right": causal == "bottom_right",
+        "align": "bottom_right" if causal == "bottom_right" else None,
         "q_size": q_size or s,
         "precision": "tf32",
     }
-    values = {"target": Target(90), "interpret": False} | fields
-    return Launch("attention", "fwd", b, given, (), options, None, device=None, **values), operands
+    values = {"target": Target(90), "interpret": False, "config": None} | fields
+    return Launch("attention", "fwd", b, given, (), options, device=None, **values), operands
 
 
 def attend(q, k, v, q_lengths=None, kv_lengths=None, *, offset=0, config=None, **options):
     """(out, lse) by the kernel."""
-    launch, operands = launch_of(q, k, v, lengths=(q_lengths, kv_lengths), **options)
-    if operands[-1] is not None:
-        operands = (*operands[:-1], operands[-1] + offset)
-    assert hopper.unfit(launch, *operands) is None
-    return hopper.forward(launch, *operands) if config is None else hopper.run(launch, config, *operands)
+    launch, operands = launch_of(q, k, v, lengths=(q_lengths, kv_lengths), config=config, **options)
+    operands = operands._replace(s_index=operands.s_index + offset)
+    assert hopper.unfit(launch, operands) is None
+    return hopper.forward(launch, operands)
 
 
 def tiles(warpgroups, block_n=128, stages=2):
@@ -127,14 +127,14 @@ def test_one_kernel_serves_all_sizes():
 )
 def test_what_it_refuses_has_a_reason(sizes, options, says):
     launch, operands = launch_of(*types(**{"b": 2, "s": 64, "t": 64, "h": 2, "g": 2, "d": 64} | sizes), **options)
-    why = hopper.unfit(launch, *operands)
+    why = hopper.unfit(launch, operands)
     assert why is None if says is None else says in why
 
 
 def test_value_heads_of_another_block_are_refused():
     q, k, _ = types(2, 64, 64, 2, 2, 64)
     launch, operands = launch_of(q, k, jax.ShapeDtypeStruct((2, 64, 2, 128), q.dtype))
-    assert "one block" in hopper.unfit(launch, *operands)
+    assert "one block" in hopper.unfit(launch, operands)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_value_heads_of_another_block_are_refused():
 def test_which_blocks_the_mask_can_cut(s, t, options, where):
     """What is "first" or "none" here has no masks in the loop."""
     launch, operands = launch_of(*types(2, s, t, 2, 2, 128), **options)
-    assert hopper.cuts(launch, s, t, 128, *operands[5:7]) == where
+    assert hopper.cuts(mask_of(launch, operands), s, t, launch.options["q_size"], 128) == where
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def truth(q, k, v, *, causal=False, window=None, scale=None):
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v))
     out = oracles.flash_attention(q, k, v, causal=causal, window=window, scale=scale)
     logits = np.einsum("bshd,bthd->bsht", q, np.repeat(k, q.shape[2] // k.shape[2], 2)) * (scale or q.shape[3] ** -0.5)
-    mask = oracles._attention_mask(q.shape[1], k.shape[1], causal, window)
+    mask = oracles.visible(q, k, causal=causal, window=window)
     return out, oracles.logsumexp(logits, np.broadcast_to(mask[:, None], logits.shape), axis=-1)
 
 
@@ -280,7 +280,7 @@ def test_what_lies_beyond_lengths_is_never_used(d, causal):
 def test_rows_that_several_batch_elements_share(inner, own):
     q, k, v = draw(6, 130, 200, 2, 2, 128)
     row = np.arange(6) // inner % own
-    got = jax.jit(functools.partial(attend, rows=(Rows(1, own, inner),) * 2))(q, k[:own], v[:own])
+    got = jax.jit(functools.partial(attend, rows=(Rows(inner, own),) * 2))(q, k[:own], v[:own])
     close(got, truth(q, k[row], v[row]))
 
 

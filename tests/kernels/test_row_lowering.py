@@ -36,7 +36,8 @@ def with_gradients(f):
 def without_compiling():
     """Programs are lowered as ever, around kernels of no code. -> the keys under which their code would be kept."""
 
-    def pretend(kernel, bound, signature, ones, options, target):
+    def pretend(kernel, bound, parameters, options, target):
+        ones = frozenset(p.name for p in parameters if p.folds)
         return compiling.CompiledKernel(kernel.__name__, target, "", 4, 1, 0, 0, 1, (), ones, None)
 
     with mock.patch.object(compiling, "_compiled", {}) as keys, mock.patch.object(compiling, "_compile", pretend):

@@ -1,6 +1,7 @@
 """Ops on a mesh: automatic, explicit and manual axes, right values and no collective that the maths does not need."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -11,9 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jtops
+from jtops.kernels._lib.spec import floating
 from tests import numerics
 from tests.kernels import lowered
-from tests.specs import draw, every_op, function, some_ops
+from tests.specs import draw, every_meshed, function, some_meshed, those
 
 # Here by interpreted kernels on 8 forced devices; with two GPUs by the kernels themselves.
 everywhere = pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.multigpu)])
@@ -32,9 +34,10 @@ def devices() -> int:
     return min(8, len(jax.devices()))
 
 
-def mesh(kind=AxisType.Auto, names=("x",)):
-    n = devices()
-    return jax.make_mesh((n,) if len(names) == 1 else (2, n // 2), names, axis_types=(kind,) * len(names))
+def mesh(kind=AxisType.Auto, names=("x",), count=8):
+    n = min(count, devices())
+    shape = (n,) if len(names) == 1 else (2, n // 2)
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices()[:n])
 
 
 def put(x, mesh, *spec):
@@ -51,55 +54,60 @@ X = normal(16, 8, 32)
 class Meshed:
     """An op's case for meshes: its operands, where they may lie, and the op by an implementation."""
 
-    def __init__(self, spec, implementation):
-        drawn = draw(spec, spec.meshed)
-        self.where = [i for i, x in enumerate(drawn) if x is not None]
-        self.operands = [drawn[i] for i in self.where]
-        self.f, self.want = (self.op(spec, i) for i in (implementation, "xla"))
-        self.main = self.operands[0]
-        self.alike = [x.ndim == self.main.ndim and x.shape[0] == self.main.shape[0] for x in self.operands]
+    def __init__(self, spec, case, implementation):
+        self.operands = draw(spec, case)
+        self.f, self.want = (function(spec, case, implementation=i) for i in (implementation, "xla"))
+        self.named, self.result = case.named_axes()
+        self.first, self.last = self.named[0][0], self.named[0][-1]
 
-    def op(self, spec, implementation):
-        whole = function(spec, spec.meshed, implementation=implementation)
+    def where(self, axes, names):
+        return P(*(axes.get(name) for name in names))
 
-        def f(*present):
-            full = [None] * len(spec.operands)
-            for i, x in zip(self.where, present, strict=True):
-                full[i] = x
-            return whole(*full)
+    def put(self, mesh, **axes):
+        """Operands with the axes so named sharded, wherever they have them."""
+        return [put(x, mesh, *self.where(axes, names)) for x, names in zip(self.operands, self.named, strict=True)]
 
-        return f
+    def ins(self):
+        """For `jax.shard_map`, where the first axis is shared out."""
+        return tuple(self.where({self.first: "x"}, names) for names in self.named)
 
-    def put(self, mesh, *axes, rest=()):
-        """Operands of the first one's kind sharded as said, the others as `rest` says."""
-        return [put(x, mesh, *(axes if alike else rest)) for x, alike in zip(self.operands, self.alike, strict=True)]
+    def batched(self):
+        """The same for `jax.vmap`."""
+        return [0 if self.first in names else None for names in self.named]
 
     def grads(self, f):
         weights = jnp.cos(jnp.arange(self.want(*self.operands).size, dtype=jnp.float32)).reshape(self.want(*self.operands).shape)
-        floats = tuple(i for i, x in enumerate(self.operands) if jnp.issubdtype(x.dtype, jnp.floating))
-        return jax.grad(lambda *a: (f(*a) * weights).sum() + (f(*a) ** 2).sum(), floats)
+        return jax.grad(lambda *a: (f(*a) * weights).sum() + (f(*a) ** 2).sum(), floating(self.operands))
+
+    def summed(self, axis):
+        """How many gradients are sums over an axis."""
+        return sum(axis not in self.named[i] for i in floating(self.operands))
+
+
+def compiled(f, *operands):
+    """The result of a jitted function, and the collectives it took."""
+    program = f.lower(*operands).compile()
+    return program(*operands), dict(collections.Counter(COLLECTIVE.findall(program.as_text())))
 
 
 @everywhere
-@every_op
-def test_auto_rows(spec, implementation):
-    """Sharded rows stay so; the forward has no collective; gradients of what all devices share are summed, once each."""
-    case = Meshed(spec, implementation)
-    for axes in (("x",), (None, "x")):
-        if case.main.shape[len(axes) - 1] % devices() or (axes[0] is None and spec.name == "flash_attention"):
-            continue
-        placed = case.put(mesh(), *axes)
-        f, g = jax.jit(case.f), jax.jit(case.grads(case.f))
-        y = f(*placed)
-        numerics.close(y, case.want(*case.operands))
-        assert y.sharding.is_equivalent_to(placed[0].sharding, y.ndim)
-        assert collectives(f, *placed) == {}
-        got = g(*placed)
-        numerics.close(got, case.grads(case.want)(*case.operands), 1e-4)
+@every_meshed
+def test_auto_rows(spec, case, implementation):
+    """What is sharded stays so; the forward has no collective; gradients of what all devices share are summed, once each."""
+    meshed = Meshed(spec, case, implementation)
+    want, grads = meshed.want(*meshed.operands), meshed.grads(meshed.want)(*meshed.operands)
+    for axis, count in zip(case.split.split(), itertools.cycle((8, 4))):
+        m = mesh(count=count)
+        placed = meshed.put(m, **{axis: "x"})
+        y, used = compiled(jax.jit(meshed.f), *placed)
+        numerics.close(y, want)
+        assert y.sharding.is_equivalent_to(NamedSharding(m, meshed.where({axis: "x"}, meshed.result)), y.ndim)
+        assert used == {}
+        got, used = compiled(jax.jit(meshed.grads(meshed.f)), *placed)
+        numerics.close(got, grads, 1e-4)
         assert got[0].sharding.is_equivalent_to(placed[0].sharding, got[0].ndim)
-        used = collectives(g, *placed)
         assert set(used) <= {"all-reduce"}
-        assert used.get("all-reduce", 0) <= case.alike.count(False), used
+        assert used.get("all-reduce", 0) <= meshed.summed(axis), used
 
 
 @everywhere
@@ -128,27 +136,20 @@ def test_auto_rows_in_every_nesting(name, transform, implementation):
 
 
 @everywhere
-@some_ops
-def test_auto_features(spec, implementation):
-    """A sharded last axis gives the right answer, and so does one asked for."""
-    case = Meshed(spec, implementation)
-    f, want = jax.jit(case.f), case.want(*case.operands)
-    placed = case.put(mesh(), *[None] * (case.main.ndim - 1), "x")
-    numerics.close(f(*placed), want)
-    numerics.close(jax.jit(case.grads(case.f))(*placed), case.grads(case.want)(*case.operands), 1e-4)
-    if want.shape[-1] == 1:
-        return  # nothing to shard
-    f = jax.jit(case.f, out_shardings=NamedSharding(mesh(), P(*[None] * (want.ndim - 1), "x")))
-    numerics.close(f(*case.operands), want)
-
-
-@everywhere
-@pytest.mark.parametrize(("name", "gathers"), [("add", False), ("softmax", True), ("layer_norm", True)])
-def test_only_whole_axes_are_gathered(name, gathers, implementation):
-    x = put(X, mesh(), None, None, "x")
-    other = {"add": (2.0,)}.get(name, ())
-    f = jax.jit(lambda x: getattr(jtops, name)(x, *other, implementation=implementation))
-    assert ("all-gather" in collectives(f, x)) == gathers
+@some_meshed
+def test_auto_features(spec, case, implementation):
+    """An axis that a device needs in full is gathered where it is sharded, and the answer may be asked for in parts."""
+    meshed = Meshed(spec, case, implementation)
+    want, grads = meshed.want(*meshed.operands), meshed.grads(meshed.want)(*meshed.operands)
+    for i, axis in enumerate(case.gathered.split()):
+        placed = meshed.put(mesh(), **{axis: "x"})
+        y, used = compiled(jax.jit(meshed.f), *placed)
+        numerics.close(y, want)
+        assert "all-gather" in used
+        if i == 0:
+            numerics.close(jax.jit(meshed.grads(meshed.f))(*placed), grads, 1e-4)
+    parts = NamedSharding(mesh(), P(*["x" if i == want.ndim - 1 and n > 1 else None for i, n in enumerate(want.shape)]))
+    numerics.close(jax.jit(meshed.f, out_shardings=parts)(*meshed.operands), want)
 
 
 @everywhere
@@ -175,54 +176,69 @@ def test_arrays_that_never_saw_a_mesh(kind):
 
 
 @everywhere
-@some_ops
-def test_auto_awkward(spec, implementation):
+@some_meshed
+def test_auto_awkward(spec, case, implementation):
     """Inconsistent operands, sharded parameters, two mesh axes, rows that the mesh does not divide."""
-    case, m = Meshed(spec, implementation), mesh()
-    f, want = jax.jit(case.f), case.want(*case.operands)
-    numerics.close(f(put(case.main, m, "x"), *case.operands[1:]), want)
-    numerics.close(f(case.main, *(put(x, m, *[None] * (x.ndim - 1), "x") for x in case.operands[1:])), want)
-    parameters = case.put(m, "x", rest=("x",))
+    meshed, m = Meshed(spec, case, implementation), mesh()
+    f, operands = jax.jit(meshed.f), meshed.operands
+    want = meshed.want(*operands)
+    first, last = ({axis: "x"} for axis in (meshed.first, meshed.last))
+    numerics.close(f(meshed.put(m, **first)[0], *operands[1:]), want)
+    numerics.close(f(operands[0], *(put(x, m, *[None] * (x.ndim - 1), "x") for x in operands[1:])), want)
+    parameters = [put(x, m, "x") for x in operands]
     numerics.close(f(*parameters), want)
-    numerics.close(jax.jit(case.grads(case.f))(*parameters), case.grads(case.want)(*case.operands), 1e-4)
-    some = [x[: devices() - 1] if alike else x for x, alike in zip(case.operands, case.alike, strict=True)]
-    odd = jax.jit(lambda x, *rest: case.f(jax.lax.with_sharding_constraint(x, NamedSharding(m, P("x"))), *rest))
-    numerics.close(odd(*some), case.want(*some))
+    numerics.close(jax.jit(meshed.grads(meshed.f))(*parameters), meshed.grads(meshed.want)(*operands), 1e-4)
+    some = draw(spec, case.resized(meshed.first, devices() - 1))
+    odd = jax.jit(lambda x, *rest: meshed.f(jax.lax.with_sharding_constraint(x, NamedSharding(m, P("x"))), *rest))
+    numerics.close(odd(*some), meshed.want(*some))
     if devices() >= 4:
-        two = mesh(names=("a", "b"))
-        for axes in (("a", "b"), (("a", "b"),), ("a", *[None] * (case.main.ndim - 2), "b")):
-            numerics.close(f(*case.put(two, *axes)), want)
+        two, second = mesh(names=("a", "b")), meshed.named[0][1]
+        for axes in ({meshed.first: "a", second: "b"}, {meshed.first: ("a", "b")}, {meshed.first: "a", meshed.last: "b"}):
+            numerics.close(f(*meshed.put(two, **axes)), want)
+    numerics.close(f(*meshed.put(m, **last)), want)
+
+
+def explicit_axes(case, implementation):
+    """The first axis and the last; of a case with ids or lengths those that they have with others."""
+    (named, *_), result = case.named_axes()
+    also = case.split.split() if any(i.dtype == "int32" for i in case.given) else []
+    axes = dict.fromkeys(also or (named[0], named[-1]))
+    return [a for a in axes if implementation is not None or a in result]  # XLA wants to be told where to contract in parts
 
 
 @by_default
-@some_ops
-def test_explicit(spec, implementation):
+@pytest.mark.parametrize(("spec", "case"), those("meshed", lambda spec, i: spec.model or i))
+def test_explicit(spec, case, implementation):
     """Explicit axes: types carry the sharding, eagerly and under jit; the text is the same every time and exports."""
-    case, m = Meshed(spec, implementation), mesh(AxisType.Explicit)
-    batched = [0 if alike else None for alike in case.alike]
-    with jax.set_mesh(m):
-        for axes in (("x",), (*[None] * (case.main.ndim - 1), "x")):
-            placed = case.put(m, *axes)
-            for transform in (lambda f: f, case.grads, lambda f: jax.vmap(f, batched))[: 3 if axes[0] else 2]:
-                if spec.name == "flash_attention" and axes[0] is None and implementation is None:
-                    continue  # the reference splits heads; on a GPU and in the interpreter the kernel does not
-                expected = transform(case.want)(*case.operands)
-                numerics.close(jax.jit(transform(case.f))(*placed), expected, 1e-4)
-                if axes[0] is not None:
-                    numerics.close(transform(case.f)(*placed), expected, 1e-4)
-        placed = case.put(m, "x")
-        tangent = jnp.cos(placed[0])
-        numerics.close(
-            jax.jit(lambda x, *r: jax.jvp(lambda x: case.f(x, *r), (x,), (tangent,))[1])(*placed),
-            jax.jvp(lambda x: case.want(x, *case.operands[1:]), (case.main,), (jnp.cos(case.main),))[1],
-            1e-4,
-        )
-        assert jax.typeof(case.f(*placed)).sharding.spec[0] == "x"
-        assert collectives(jax.jit(case.f), *placed) == {}
-        if implementation is not None:
-            texts = [jax.jit(case.grads(case.f)).lower(*placed).as_text() for _ in range(2)]
-            assert texts[0] == texts[1]
-            assert "CustomSPMD" not in texts[0]
+    meshed = Meshed(spec, case, implementation)
+    for i, axis in enumerate(explicit_axes(case, implementation)):
+        m = mesh(AxisType.Explicit, count=8 if i else 4)
+        with jax.set_mesh(m):
+            placed = meshed.put(m, **{axis: "x"})
+            y, used = compiled(jax.jit(meshed.f), *placed)
+            numerics.close(y, meshed.want(*meshed.operands), 1e-4)
+            if axis in case.split.split():
+                assert y.sharding.spec == meshed.where({axis: "x"}, meshed.result)
+                assert used == {}
+            for transform in (meshed.grads, lambda f: jax.vmap(f, meshed.batched()))[: 1 if i else 2]:
+                expected = jax.jit(transform(meshed.want))(*meshed.operands)
+                numerics.close(jax.jit(transform(meshed.f))(*placed), expected, 1e-4)
+                if i == 0 and spec.model:  # not under jit
+                    numerics.close(transform(meshed.f)(*placed), expected, 1e-4)
+            if i or not spec.model:
+                continue
+            y, tangent = meshed.f(*placed), jnp.cos(placed[0])
+            numerics.close(y, meshed.want(*meshed.operands), 1e-4)
+            assert jax.typeof(y).sharding.spec == meshed.where({axis: "x"}, meshed.result)
+            numerics.close(
+                jax.jit(lambda x, *r: jax.jvp(lambda x: meshed.f(x, *r), (x,), (tangent,))[1])(*placed),
+                jax.jvp(lambda x: meshed.want(x, *meshed.operands[1:]), (meshed.operands[0],), (jnp.cos(meshed.operands[0]),))[1],
+                1e-4,
+            )
+            if implementation is not None:
+                texts = [jax.jit(meshed.grads(meshed.f)).lower(*placed).as_text() for _ in range(2)]
+                assert texts[0] == texts[1]
+                assert "CustomSPMD" not in texts[0]
 
 
 def test_explicit_exports():
@@ -244,19 +260,19 @@ def test_auto_kernels_do_not_export():
 
 @by_default
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-@every_op
-def test_manual(spec, check_vma, implementation):
+@every_meshed
+def test_manual(spec, case, check_vma, implementation):
     """Inside shard_map the call is local, and the gradient of what devices share is summed over them by JAX."""
-    case, m = Meshed(spec, implementation), mesh()
+    meshed, m = Meshed(spec, case, implementation), mesh()
     mapped = lambda g, ins, outs: jax.jit(jax.shard_map(g, mesh=m, in_specs=ins, out_specs=outs, check_vma=check_vma))
-    ins = tuple(P("x") if alike else P() for alike in case.alike)
-    numerics.close(mapped(case.f, ins, P("x"))(*case.operands), case.want(*case.operands))
-    batched = [0 if alike else None for alike in case.alike]
-    numerics.close(mapped(jax.vmap(case.f, batched), ins, P("x"))(*case.operands), case.want(*case.operands))
-    numerics.close(jax.jit(case.grads(mapped(case.f, ins, P("x"))))(*case.operands), case.grads(case.want)(*case.operands), 1e-4)
+    f, want, ins, operands = meshed.f, meshed.want, meshed.ins(), meshed.operands
+    numerics.close(mapped(f, ins, P("x"))(*operands), want(*operands))
+    numerics.close(mapped(jax.vmap(f, meshed.batched()), ins, P("x"))(*operands), want(*operands))
+    numerics.close(jax.jit(meshed.grads(mapped(f, ins, P("x"))))(*operands), meshed.grads(want)(*operands), 1e-4)
     if check_vma:  # gradients taken inside: JAX knows what is shared
-        square = lambda f: jax.grad(lambda *a: (f(*a) ** 3).sum(), tuple(range(len(ins))))
-        numerics.close(mapped(square(case.f), ins, ins)(*case.operands), square(case.want)(*case.operands), 1e-4)
+        where = floating(operands)
+        square = lambda f: jax.grad(lambda *a: (f(*a) ** 3).sum(), where)
+        numerics.close(mapped(square(f), ins, tuple(ins[i] for i in where))(*operands), square(want)(*operands), 1e-4)
 
 
 def test_manual_sum_of_shared_gradients_is_there():
@@ -266,13 +282,13 @@ def test_manual_sum_of_shared_gradients_is_there():
     assert "all_reduce" in lowered.text(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)), X, w, w)
 
 
-@every_op
-def test_manual_low_precision(spec):
+@every_meshed
+def test_manual_low_precision(spec, case):
     """Gradients that a kernel hands out in float32 have their operand's dtype inside shard_map too."""
-    case = Meshed(spec, "interpret")
-    case.operands = [x.astype(jnp.bfloat16) if x.dtype != bool else x for x in case.operands]
-    f = jax.shard_map(case.f, mesh=mesh(), in_specs=tuple(P("x") if alike else P() for alike in case.alike), out_specs=P("x"))
-    got, want = jax.jit(case.grads(f))(*case.operands), case.grads(case.want)(*case.operands)
+    meshed = Meshed(spec, case, "interpret")
+    meshed.operands = draw(spec, case, "bfloat16")
+    f = jax.shard_map(meshed.f, mesh=mesh(), in_specs=meshed.ins(), out_specs=P("x"))
+    got, want = jax.jit(meshed.grads(f))(*meshed.operands), meshed.grads(meshed.want)(*meshed.operands)
     assert [g.dtype for g in got] == [w.dtype for w in want]
     numerics.close(got, want, 5e-2)
 

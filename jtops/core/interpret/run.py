@@ -141,7 +141,8 @@ class _Machine(Language):
 
     # -------------------------------------------------------------------------------------------------------- running
 
-    def run(self, kernel, bound, grid, memory):
+    def run(self, kernel, bound, grid, memory, programs=None):
+        """Run these `programs` of the grid, (x, y, z) each; all of them by default."""
         state, tl = self.state, self.tl
         state.functions, state.memory, state.grid_dim = {}, memory, grid
 
@@ -166,11 +167,9 @@ class _Machine(Language):
         function = self.interpreted(kernel)
         try:
             with np.errstate(all="ignore"):
-                for z in range(grid[2]):
-                    for y in range(grid[1]):
-                        for x in range(grid[0]):
-                            state.grid_idx = (x, y, z)
-                            function(**arguments)
+                every = ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
+                for state.grid_idx in every if programs is None else programs:
+                    function(**arguments)
         except Exception as error:
             raise InterpreterError(f"kernel {kernel.__name__}, program {state.grid_idx}{_user_line(error)}: {error}") from error
         finally:

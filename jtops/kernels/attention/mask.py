@@ -52,7 +52,7 @@ class Mask(NamedTuple):
 def visible(mask: Mask, s: int, t: int, q_size: int):
     """Which query may see which key: boolean, broadcastable to [..., s, t]."""
     i, j = jnp.arange(s)[:, None] if mask.q_index is None else mask.q_index[..., :, None], jnp.arange(t)[None, :]
-    length = lambda lengths, size: jnp.asarray(size) if lengths is None else lengths[..., None, None]
+    length = lambda given, size: jnp.asarray(size) if given is None else jnp.minimum(given, size)[..., None, None]
     q_length, kv_length = length(mask.q_lengths, q_size), length(mask.kv_lengths, t)
     seen = (i < q_length) & (j < kv_length)
     position = i + kv_length - q_length if mask.align == "bottom_right" else i

@@ -1,18 +1,17 @@
-"""The public function of flash attention, and its SPEC."""
+"""The public function of flash attention."""
 
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jtops.config import Implementation
+from jtops.config import Implementation, is_deterministic
 from jtops.kernels._lib import checks, precision
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.op import fused_op
-from jtops.kernels._lib.spec import Case, Input, Spec
 from jtops.kernels.attention.reference import attention
 from jtops.kernels.attention.variants import BACKWARD, FORWARD
 
@@ -49,18 +48,44 @@ _attention = fused_op(
 )
 
 
+type Causal = bool | Literal["top_left", "bottom_right"]
+type Window = int | tuple[int | None, int | None]
+
+
+class _Options(TypedDict, total=False):
+    """What both forms of the call take besides `return_lse`."""
+
+    causal: Causal
+    window: Window | None
+    segment_ids: Array | tuple[Array, Array] | None
+    q_lengths: Array | int | None
+    kv_lengths: Array | int | None
+    scale: float | None
+    precision: Any
+    deterministic: bool | None
+    implementation: Implementation | None
+    config: Config | None
+
+
+@overload
+def flash_attention(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attention(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[_Options]) -> Array: ...
 def flash_attention(
     q: Float[Array, "*batch s h d"],
     k: Float[Array, "*batch t g d"],
     v: Float[Array, "*batch t g e"],
     *,
-    causal: bool | str = False,
-    window: int | tuple[int | None, int | None] | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
     segment_ids: Int[Array, "*batch s"] | tuple[Int[Array, "*batch s"], Int[Array, "*batch t"]] | None = None,
-    q_lengths: Int[Array, "*batch"] | None = None,
-    kv_lengths: Int[Array, "*batch"] | None = None,
+    q_lengths: Int[Array, "*batch"] | int | None = None,
+    kv_lengths: Int[Array, "*batch"] | int | None = None,
     scale: float | None = None,
     precision: Any = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: Config | None = None,
@@ -69,8 +94,15 @@ def flash_attention(
 
     Query head i reads key/value head ``i // (h / g)``. Scores, their softmax and all sums are float32. All masks hold together. A
     query that may see no key gives 0, lse -inf and no gradient. What lies at or past `kv_lengths` and `q_lengths`, or has a
-    negative segment id, never leaks, whatever it holds. Gradients have the same bits every time. Forward-mode and second
+    negative segment id, never leaks, whatever it holds. Everything has the same bits every time, except that the
+    gradient of q may differ in its last ones on Hopper GPUs, unless `deterministic`. Forward-mode and second
     derivatives take the reference, whose memory grows with s * t.
+
+    >>> q, k = jnp.ones((2, 128, 8, 64)), jnp.ones((2, 128, 2, 64))  # batch, length, heads, head dim: four queries' heads a key's
+    >>> v = jnp.arange(128.0)[:, None, None] * k
+    >>> out = jtops.flash_attention(q, k, v, causal=True, window=(2, 0))
+    >>> print(out[0, :5, 0, 0])  # keys that are all alike: the mean index of the last three
+    [0.  0.5 1.  2.  3. ]
 
     Args:
       q: queries, [..., s, h, d]. Kernel dtypes: float32, bfloat16, float16; d and e up to 256.
@@ -80,9 +112,11 @@ def flash_attention(
         does not make attention causal.
       segment_ids: a query sees keys of its own id; one array for both sides, or a pair. Negative ids see and are
         seen by nothing. Ids and lengths are int32 or shorter.
-      q_lengths, kv_lengths: how many queries and keys of each batch element count.
+      q_lengths, kv_lengths: how many queries and keys of each batch element count; all, where that is more than there are.
       scale: factor of the scores; None is ``1 / sqrt(d)``.
       precision: of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
+      deterministic: True: the gradient of q is summed in one order, which makes the backward on Hopper GPUs up to a quarter
+        slower. False: in any order. None is what ``jtops.config.deterministic`` says, else XLA's own flags, else False.
       return_lse: also return the log of the sum of the exponentials, float32 [..., s, h], differentiable.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_M`` (queries) and ``BLOCK_N`` (keys) of the kernels for every GPU, the variant "portable"; or
@@ -126,6 +160,7 @@ def flash_attention(
         config=config,
         scale=1 / math.sqrt(max(sizes["d"], 1)) if scale is None else checks.static_float(_OP, "scale", scale),
         precision=_precision(q, precision),
+        deterministic=_deterministic(deterministic),
         q_size=sizes["s"],
         left=left,
         right=right,
@@ -137,6 +172,12 @@ def flash_attention(
 def _precision(q, asked) -> str:
     resolved = precision.resolve(_OP, asked)
     return resolved if q.dtype.itemsize >= 4 else "tf32"  # of half-precision inputs every product is exact
+
+
+def _deterministic(asked: bool | None) -> bool:
+    if asked is not None and not isinstance(asked, bool | np.bool_):
+        raise TypeError(f"{_OP}: deterministic must be True, False or None; got {asked!r}.")
+    return is_deterministic() if asked is None else bool(asked)
 
 
 def _window(window, far: int) -> tuple[int | None, int | None]:
@@ -193,56 +234,3 @@ def _segments(ids, sizes: dict[str, int], batch: tuple[int, ...]):
     return tuple(
         _integers(f"segment_ids[{i}]", x, f"... {axis}", sizes, batch) for i, (x, axis) in enumerate(zip(ids, "st", strict=True))
     )
-
-
-def _bytes(_, q, k, v) -> int:
-    return q.nbytes * v.shape[-1] // q.shape[-1] + q.nbytes + k.nbytes + v.nbytes
-
-
-def _flops(options, q, k, v) -> int:
-    """Of the two products of the forward; half of the scores are masked where attention is causal."""
-    (b, s, h, d), (_, t, _, e) = q.shape, v.shape
-    return 2 * b * h * s * t * (d + e) // (2 if options.get("causal") else 1)
-
-
-def _qkv(b, s, t, h, g, d, e=None):
-    return Input((b, s, h, d)), Input((b, t, g, d)), Input((b, t, g, e or d))
-
-
-SPEC = Spec(
-    name=_OP,
-    function=flash_attention,
-    operands=("q", "k", "v"),
-    small=Case(
-        "small",
-        (Input((2, 6, 4, 16)), Input((2, 5, 2, 16)), Input((2, 5, 2, 16))),
-        "grouped heads, more queries than keys",
-        {"causal": True},
-    ),
-    meshed=Case("meshed", _qkv(8, 8, 8, 1, 1, 16), "batch elements on many devices", {"causal": True}),
-    cases=(
-        Case("full", _qkv(1, 40, 56, 2, 2, 16), "lengths that fill no block"),
-        Case("causal", _qkv(1, 70, 70, 2, 2, 16), "several blocks, the diagonal", {"causal": True}),
-        Case("bottom_right", _qkv(1, 20, 50, 2, 1, 16), "aligned to the last key", {"causal": "bottom_right"}),
-        Case("dead", _qkv(1, 50, 20, 1, 1, 16), "the first queries see nothing", {"causal": "bottom_right"}),
-        Case("grouped", _qkv(2, 33, 33, 4, 2, 32), "two query heads a key head, two batch elements"),
-        Case("window", _qkv(1, 90, 90, 1, 1, 16), "a band", {"window": (9, 4)}),
-        Case("window_causal", _qkv(1, 90, 90, 1, 1, 16), "a sliding window", {"window": (17, None), "causal": True}),
-        Case("value_dim", _qkv(1, 24, 24, 2, 2, 24, 40), "head dims that are no powers of two, v's its own"),
-        Case("one", _qkv(1, 1, 37, 2, 1, 16), "a single query"),
-        Case("scale", _qkv(1, 20, 20, 1, 1, 16), "scale of one's own", {"scale": 0.5}),
-    ),
-    compiled=(
-        Case("d64", _qkv(4, 4096, 4096, 32, 32, 64), "head dim 64"),
-        Case("d64_causal", _qkv(4, 4096, 4096, 32, 32, 64), "head dim 64, causal", {"causal": True}),
-        Case("d128", _qkv(4, 4096, 4096, 16, 16, 128), "head dim 128"),
-        Case("d128_causal", _qkv(4, 4096, 4096, 16, 16, 128), "head dim 128, causal", {"causal": True}),
-        Case("d256", _qkv(4, 4096, 4096, 8, 8, 256), "head dim 256"),
-    ),
-    backward_kernels=2,
-    forward_bytes=_bytes,
-    backward_bytes=lambda *a: 2 * _bytes(*a),
-    forward_flops=_flops,
-    backward_flops=lambda *a: 5 * _flops(*a) // 2,  # five products
-    one_dtype=True,
-)

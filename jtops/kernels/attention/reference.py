@@ -7,8 +7,14 @@ from jtops.kernels._lib.precision import accumulator, lax_precision
 from jtops.kernels.attention.mask import Mask, visible
 
 
-def attention(q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, s_index, *, scale, precision, left, right, align, q_size):
-    """q [..., s, h, d], k [..., t, g, d], v [..., t, g, e] -> out [..., s, h, e], lse [..., s, h]."""
+def attention(
+    q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, s_index, *, scale, precision, left, right, align, q_size, deterministic=False
+):
+    """q [..., s, h, d], k [..., t, g, d], v [..., t, g, e] -> out [..., s, h, e], lse [..., s, h].
+
+    `deterministic` concerns kernels alone.
+    """
+    del deterministic
     (s, h, d), (t, g, _) = q.shape[-3:], k.shape[-3:]
     wide = accumulator(q.dtype)
     rule = Mask(left, right, align, q_ids, kv_ids, q_lengths, kv_lengths, s_index)

@@ -1,6 +1,7 @@
 """The kernels of flash attention, stage by stage: each call takes the first that fits."""
 
 from jtops.kernels._lib.frame.variants import Variant
+from jtops.kernels.attention.hopper import backward as hopper_backward
 from jtops.kernels.attention.hopper import forward as hopper_forward
 from jtops.kernels.attention.portable import backward as portable_backward
 from jtops.kernels.attention.portable import forward as portable_forward
@@ -11,4 +12,7 @@ FORWARD = (
     Variant(name="hopper", blocks=frozenset({"WARPGROUPS", "BLOCK_N"}), unfit=hopper_forward.unfit, run=hopper_forward.forward),
     Variant(name="portable", blocks=_PORTABLE, run=portable_forward.forward),
 )
-BACKWARD = (Variant(name="portable", blocks=_PORTABLE, run=portable_backward.backward),)
+BACKWARD = (
+    Variant(name="hopper", blocks=_PORTABLE, unfit=hopper_backward.unfit, run=hopper_backward.backward),
+    Variant(name="portable", blocks=_PORTABLE, run=portable_backward.backward),
+)

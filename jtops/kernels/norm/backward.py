@@ -48,7 +48,10 @@ class Shares(NamedTuple):
 
     sum_w: Any
     sum_wx: Any
-    count: int
+    blocks: int
+
+
+_SHARES = 8192  # that each program of a launch sums anew; more, of rows of millions, are summed before
 
 
 @triton.jit
@@ -237,8 +240,8 @@ def _dx_kernel(
     dx = w
     if given.mean is not None:
         mean = tl.load(given.mean + row)
-        dx = dx - _mean_of_shares(shares.sum_w, row, shares.count, n, SHARES)
-    mean_wx = _mean_of_shares(shares.sum_wx, row, shares.count, n, SHARES)
+        dx = dx - _mean_of_shares(shares.sum_w, row, shares.blocks, n, SHARES)
+    mean_wx = _mean_of_shares(shares.sum_wx, row, shares.blocks, n, SHARES)
     _store_dx(dx_ptr, given, row * n + cols, cols < n, rstd * (dx - (x - mean) * rstd * mean_wx))
 
 
@@ -286,9 +289,15 @@ def _launched(launch: Launch, given: Given, group_rows: int, dtypes: dict[str, A
         "UNIT": host.unit(n),
     }
     heuristic = backward_config(launch, r, n, given.x.dtype.itemsize, arrays=2 if given.dsum is None else 3)
-    sizes = {"r": next_power_of_2(r), "groups": next_power_of_2(r // group_rows)}
     kernels = (_backward_kernel, _sums_kernel, _dx_kernel)
-    config = launch.choose(heuristic, kernels, arguments, wanted=tuple(dtypes), **sizes)
+    config = launch.choose(
+        heuristic,
+        kernels,
+        arguments,
+        wanted=tuple(dtypes),
+        r=next_power_of_2(r),
+        groups=next_power_of_2(r // group_rows),
+    )
     arguments["backend_options"] = _backend_options(launch, config)
     run = _whole if n <= host.room(config) else _long
     return run(launch, config, arguments, group_rows, dtypes)
@@ -335,6 +344,10 @@ def _long(launch: Launch, config: Config, arguments: dict[str, Any], group_rows:
         STAGES=host.stages(config),
         **arguments,
     )
+    shares = Shares(got["sum_w_ptr"], got["sum_wx_ptr"], blocks)
+    if blocks > _SHARES:
+        whole = lambda sums: None if sums is None else sums.sum(1, keepdims=True)
+        shares = Shares(whole(shares.sum_w), whole(shares.sum_wx), 1)
     block = config["BLOCK_M"] * config["BLOCK_N"]
     dx = launch(
         _dx_kernel,
@@ -342,8 +355,8 @@ def _long(launch: Launch, config: Config, arguments: dict[str, Any], group_rows:
         config=Config(BLOCK_N=block, num_warps=config["num_warps"]),
         grid=r * cdiv(n, block),
         flops=8 * r * n,
-        shares=Shares(got["sum_w_ptr"], got["sum_wx_ptr"], blocks),
-        SHARES=next_power_of_2(blocks),
+        shares=shares,
+        SHARES=next_power_of_2(shares.blocks),
         **arguments,
     )
     return dx["dx_ptr"], [got[name] for name in sums if got[name] is not None]

@@ -1,5 +1,7 @@
 """How norms are tiled where the call does not say. Measured on an H200, 30 November 2026."""
 
+from typing import Any
+
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.frame.launch import Config, Launch, stages_that_fit
 from jtops.kernels._lib.rows.host import ALL
@@ -32,7 +34,7 @@ def forward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: int
     """
     block_n, near, every = _block(n), _near(launch), launch.target.multiprocessors
     stages = lambda count, elements: stages_that_fit(launch.target, count, arrays * elements * itemsize)
-    whole = {"BLOCK_M": 1, "BLOCK_N": block_n, "PROGRAMS": ALL}
+    whole: dict[str, Any] = {"BLOCK_M": 1, "BLOCK_N": block_n, "PROGRAMS": ALL}
     if next_power_of_2(n) * itemsize > 64 * _KIB:
         programs = 4 * near if r >= 4 * near else 2 * near
         return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=programs, num_warps=8, num_stages=stages(3, 4096))
@@ -54,7 +56,7 @@ def forward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: int
         programs, ahead = (2 * near, 5) if arrays == 1 else (2 * every, 3)
     else:
         block_m, programs, warps, ahead = 2, every, 8, 3
-    held = {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": programs}
+    held: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "PROGRAMS": programs}
     return Config(**held, num_warps=warps, num_stages=stages(ahead, block_m * block_n))
 
 
@@ -62,6 +64,7 @@ def backward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: in
     """Blocks of the backward, which reads so many arrays. Programs are few, because each leaves a row of partial sums."""
     block_n, near, every = next_power_of_2(n), _near(launch), launch.target.multiprocessors
     stages = lambda elements: stages_that_fit(launch.target, 3, arrays * elements * itemsize)
+    tile: dict[str, Any]
     if block_n > 8192:
         size = _cluster(launch, n, itemsize)
         if r <= near:

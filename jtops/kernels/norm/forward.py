@@ -236,14 +236,14 @@ def _long_forward_kernel(
     STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: one part of a row. It finds the part's statistics, unless all parts' are `found`; then it writes them, where they
-    are asked for, and else the result.
+    """One program: one part of a row. It finds the part's statistics, unless all parts' are `found`; then it writes these, if it is
+    asked to, or else the result.
 
     Loop invariant of the first pass: lane j has the mean, and the sum of squared deviations from it, of the elements j, j + BLOCK_N
     ... so far (Welford). The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
-    n = length(n, UNIT, split.index)
+    n = length(n, UNIT, split.index_type)
     row, part, size, first, last, blocks = part_of_long_row(pid, n, split, 1, BLOCK_N)
     lanes = tl.arange(0, BLOCK_N)
     base = row * n

@@ -15,7 +15,6 @@ from jtops.kernels._lib import checks
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.precision import accumulator
-from jtops.kernels._lib.spec import Case, Input, Spec
 from jtops.kernels.norm.backward import backward
 from jtops.kernels.norm.forward import forward
 
@@ -100,6 +99,11 @@ def layer_norm(
     Mean and (biased, two-pass) variance are float32, and so is all arithmetic; float64 inputs compute in float64. Parameter
     gradients are summed in float32 in two stages, with the same bits every time, and have their parameter's dtype.
 
+    >>> y = jtops.layer_norm(jnp.array([[99.0, 100.0, 101.0], [0.0, 0.0, 0.0]]), scale=jnp.full(3, 2.0))
+    >>> print(y.round(2))  # each row has mean 0, and deviation 2 unless it is constant
+    [[-2.45  0.    2.45]
+     [ 0.    0.    0.  ]]
+
     Args:
       x: floating array of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
       scale, bias: of shape [n], of any floating dtype; None is ones and zeros, without the work.
@@ -136,6 +140,11 @@ def rms_norm(
 
     The mean of squares is float32, and so is all arithmetic; float64 inputs compute in float64. The gradient of `scale` is summed
     in float32 in two stages, with the same bits every time, and has its dtype.
+
+    >>> x = jnp.array([[10.0, -10.0], [3.0, 3.0]])
+    >>> print(jtops.rms_norm(x, scale=jnp.array([1.0, 2.0])).round(2))  # each row has mean square 1 before it is scaled
+    [[ 1. -2.]
+     [ 1.  2.]]
 
     Args:
       x: floating array of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
@@ -177,6 +186,11 @@ def add_layer_norm(
     as in `layer_norm`. The gradient takes the cotangents of both results together; x and residual share it. Rows that a
     program holds pass through memory once; longer ones are read twice.
 
+    >>> x, stream = jnp.ones((2, 16)), jnp.arange(16.0) * jnp.ones((2, 1))
+    >>> y, stream = jtops.add_layer_norm(x, stream)  # the next block's input, and the residual stream that goes past it
+    >>> print(stream[0, :4])
+    [1. 2. 3. 4.]
+
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
       scale, bias: of shape [n], of any floating dtype; None is ones and zeros, without the work.
@@ -217,6 +231,11 @@ def add_rms_norm(
     as in `rms_norm`. The gradient takes the cotangents of both results together; x and residual share it. Rows that a
     program holds pass through memory once; longer ones are read twice.
 
+    >>> x, stream = jnp.ones((2, 16)), jnp.full((2, 16), 2.0)
+    >>> y, stream = jtops.add_rms_norm(x, stream)  # the next block's input, and the residual stream that goes past it
+    >>> print(y[0, 0].round(2), stream[0, 0])
+    1.0 3.0
+
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
       scale: of shape [n], of any floating dtype; None is ones, without the work.
@@ -238,111 +257,3 @@ def add_rms_norm(
     operands, options = _checked("add_rms_norm", {"scale": scale}, epsilon, scale_offset, x=x, residual=residual)
     y, total = _add_rms_norm(*operands, implementation=implementation, config=config, **options)
     return y, total
-
-
-_N = Input((1000,))
-_TILES, _BLOCKS, _SPLIT = (Config(BLOCK_M=2, BLOCK_N=n, PROGRAMS=p) for n, p in ((8, 4), (64, 4), (64, 32)))
-_LAYER_NORM = Spec(
-    name="layer_norm",
-    function=layer_norm,
-    operands=("x", "scale", "bias"),
-    small=Case("small", (Input((2, 3, 8)), Input((8,)), Input((8,))), "all operands"),
-    meshed=Case("meshed", (Input((8, 8, 8)), Input((8,)), Input((8,))), "rows on many devices, parameters on all"),
-    cases=(
-        Case("full", (Input((3, 5, 257)), Input((257,)), Input((257,))), "rows and columns that fill no block"),
-        Case("bare", (Input((7, 48)), None, None), "no parameters"),
-        Case("scale", (Input((7, 48)), Input((48,)), None), "scale alone"),
-        Case("bias", (Input((7, 48)), None, Input((48,))), "bias alone"),
-        Case("vector", (_N, _N, _N), "no batch axis"),
-        Case("one", (Input((5, 1)), Input((1,)), Input((1,))), "a row of one element: bias, and gradient 0"),
-        Case("offset", (Input((7, 48)), Input((48,)), Input((48,))), "scale stored around zero", {"scale_offset": 1.0}),
-        Case("epsilon", (Input((7, 48), std=1e-2), Input((48,)), None), "epsilon as large as the variance", {"epsilon": 1e-4}),
-        Case("mean", (Input((5, 96), mean=100.0), Input((96,)), None), "mean far above the spread"),
-        Case("parts", (Input((520, 6)), Input((6,)), Input((6,))), "parameter gradients summed in several parts"),
-        Case("tiles", (Input((37, 6)), Input((6,)), Input((6,))), "several tiles a program", config=_TILES),
-        Case("blocks", (Input((5, 300)), Input((300,)), Input((300,))), "rows longer than a block", config=_BLOCKS),
-        Case("tail", (Input((5, 70)), Input((70,)), Input((70,))), "rows a little longer than a block", config=_BLOCKS),
-        Case("split", (Input((5, 300)), Input((300,)), Input((300,))), "few long rows, several programs each", config=_SPLIT),
-    ),
-    compiled=(
-        Case("short", (Input((65536, 256)), Input((256,)), Input((256,))), "short rows"),
-        Case("middle", (Input((8192, 4096)), Input((4096,)), Input((4096,))), "transformer width"),
-        Case("bare", (Input((8192, 4096)), None, None), "no parameters"),
-        Case("long", (Input((64, 131072)), Input((131072,)), Input((131072,))), "several blocks a row"),
-    ),
-    backward_kernels=1,
-    forward_bytes=lambda y, x, scale, bias: 2 * x.nbytes + sum(p.nbytes for p in (scale, bias) if p is not None),
-    backward_bytes=lambda y, x, scale, bias: 3 * x.nbytes + sum(p.nbytes for p in (scale, bias) if p is not None),
-)
-_RMS_NORM = Spec(
-    name="rms_norm",
-    function=rms_norm,
-    operands=("x", "scale"),
-    small=Case("small", (Input((2, 3, 8)), Input((8,))), "all operands"),
-    meshed=Case("meshed", (Input((8, 8, 8)), Input((8,))), "rows on many devices, scale on all"),
-    cases=(
-        Case("full", (Input((3, 5, 257)), Input((257,))), "rows and columns that fill no block"),
-        Case("bare", (Input((7, 48)), None), "no scale"),
-        Case("vector", (_N, _N), "no batch axis"),
-        Case("one", (Input((5, 1)), Input((1,))), "a row of one element", {"epsilon": 0.5}),
-        Case("offset", (Input((7, 48)), Input((48,))), "scale stored around zero", {"scale_offset": 1.0}),
-        Case("epsilon", (Input((7, 48), std=1e-2), Input((48,))), "epsilon as large as the mean square", {"epsilon": 1e-4}),
-        Case("parts", (Input((520, 6)), Input((6,))), "the gradient of scale summed in several parts"),
-        Case("tiles", (Input((37, 6)), Input((6,))), "several tiles a program", config=_TILES),
-        Case("blocks", (Input((5, 300)), Input((300,))), "rows longer than a block", config=_BLOCKS),
-        Case("split", (Input((5, 300)), Input((300,))), "few long rows, several programs each", config=_SPLIT),
-    ),
-    compiled=(
-        Case("short", (Input((65536, 256)), Input((256,))), "short rows"),
-        Case("middle", (Input((8192, 4096)), Input((4096,))), "transformer width"),
-        Case("long", (Input((64, 131072)), Input((131072,))), "several blocks a row"),
-    ),
-    backward_kernels=1,
-    forward_bytes=lambda y, x, scale: 2 * x.nbytes + (0 if scale is None else scale.nbytes),
-    backward_bytes=lambda y, x, scale: 3 * x.nbytes + (0 if scale is None else scale.nbytes),
-)
-
-
-def _present_bytes(*parameters) -> int:
-    return sum(p.nbytes for p in parameters if p is not None)
-
-
-_ROWS = Input((5, 300))
-_ADD_LAYER_NORM = Spec(
-    name="add_layer_norm",
-    function=add_layer_norm,
-    operands=("x", "residual", "scale", "bias"),
-    small=Case("small", (Input((2, 3, 8)), Input((2, 3, 8)), Input((8,)), Input((8,))), "all operands"),
-    meshed=Case("meshed", (Input((8, 8, 8)), Input((8, 8, 8)), Input((8,)), Input((8,))), "rows on many devices"),
-    cases=(
-        Case("full", (Input((3, 5, 257)), Input((3, 5, 257)), Input((257,)), Input((257,))), "rows and columns that fill no block"),
-        Case("bare", (Input((7, 48)), Input((7, 48), mean=3.0), None, None), "no parameters"),
-        Case("blocks", (_ROWS, _ROWS, Input((300,)), Input((300,))), "rows longer than a block", config=_BLOCKS),
-        Case("split", (_ROWS, _ROWS, Input((300,)), Input((300,))), "few long rows, several programs each", config=_SPLIT),
-    ),
-    compiled=(
-        Case("middle", (Input((8192, 4096)), Input((8192, 4096)), Input((4096,)), Input((4096,))), "transformer width"),
-        Case("long", (Input((64, 131072)), Input((64, 131072)), Input((131072,)), Input((131072,))), "several blocks a row"),
-    ),
-    backward_kernels=1,
-    forward_bytes=lambda out, x, residual, *p: x.nbytes + residual.nbytes + sum(o.nbytes for o in out) + _present_bytes(*p),
-    backward_bytes=lambda out, x, residual, *p: 4 * out[1].nbytes + 2 * _present_bytes(*p),
-)
-_ADD_RMS_NORM = Spec(
-    name="add_rms_norm",
-    function=add_rms_norm,
-    operands=("x", "residual", "scale"),
-    small=Case("small", (Input((2, 3, 8)), Input((2, 3, 8)), Input((8,))), "all operands"),
-    meshed=Case("meshed", (Input((8, 8, 8)), Input((8, 8, 8)), Input((8,))), "rows on many devices, scale on all"),
-    cases=(
-        Case("full", (Input((3, 5, 257)), Input((3, 5, 257)), Input((257,))), "rows and columns that fill no block"),
-        Case("bare", (Input((7, 48)), Input((7, 48)), None), "no scale"),
-        Case("blocks", (_ROWS, _ROWS, Input((300,))), "rows longer than a block", config=_BLOCKS),
-        Case("split", (_ROWS, _ROWS, Input((300,))), "few long rows, several programs each", config=_SPLIT),
-    ),
-    compiled=(Case("middle", (Input((8192, 4096)), Input((8192, 4096)), Input((4096,))), "transformer width"),),
-    backward_kernels=1,
-    forward_bytes=_ADD_LAYER_NORM.forward_bytes,
-    backward_bytes=_ADD_LAYER_NORM.backward_bytes,
-)
-SPECS = (_LAYER_NORM, _RMS_NORM, _ADD_LAYER_NORM, _ADD_RMS_NORM)

@@ -18,7 +18,6 @@ from jtops.kernels._lib import checks
 from jtops.kernels._lib.frame.launch import Config, Launch, Rows
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels._lib.precision import accumulator
-from jtops.kernels._lib.spec import Case, Input, Spec
 from jtops.kernels.softmax import rows, strided
 from jtops.kernels.softmax.rows import Kept
 
@@ -183,6 +182,9 @@ def softmax(
 
     A row without `where` that is all -inf, or has a NaN or +inf, is all NaN. The derivative is ``y * (g - sum(g * y))``.
 
+    >>> jtops.softmax(jnp.array([1.0, 1.0, 7.0]), where=jnp.array([True, True, False]))  # what is masked is 0
+    Array([0.5, 0.5, 0. ], dtype=float32)
+
     Args:
       x: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
       axis: axis or axes whose elements sum to 1; None is all of them. Neighbouring axes are read in place, wherever they are;
@@ -218,6 +220,11 @@ def log_softmax(
 
     A row without `where` that is all -inf, or has a NaN or +inf, is all NaN. Masked elements are -inf, with gradient 0. The
     derivative is ``g - exp(y) * sum(g)``, with exp(y) found again from `x`, its maximum and the sum's logarithm in float32.
+
+    >>> logits, label = jnp.zeros((8, 4)), 3
+    >>> loss = -jtops.log_softmax(logits)[:, label].mean()  # four classes that are alike: the logarithm of 4
+    >>> print(f"{loss:.4f}")
+    1.3863
 
     Args:
       x: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
@@ -256,6 +263,10 @@ def logsumexp(
     A row of nothing but -inf, or with nothing left by `where`, is -inf, one with +inf +inf, one with a NaN NaN. The derivative is
     ``g * exp(a - logsumexp(a))``; of a row of nothing but -inf it is NaN.
 
+    >>> x = jnp.array([[1000.0, 1000.0], [0.0, -jnp.inf]])  # no exp overflows
+    >>> print(jtops.logsumexp(x, axis=1).round())
+    [1001.    0.]
+
     Args:
       a: floating array. Kernel dtypes: float32, bfloat16, float16; any length.
       axis: axis or axes whose elements are summed; None is all of them. Neighbouring axes are read in place, wherever they are;
@@ -282,94 +293,3 @@ def logsumexp(
 
 def _moved_back(y, axes):
     return jnp.moveaxis(y, tuple(range(y.ndim - len(axes), y.ndim)), axes)
-
-
-_TILES, _BLOCKS, _SPLIT, _STRIDED = (Config(BLOCK_M=2, BLOCK_N=n, PROGRAMS=p) for n, p in ((8, 2), (64, 2), (64, 32), (8, 1)))
-_SOFTMAX = Spec(
-    name="softmax",
-    function=softmax,
-    operands=("x", "where"),
-    small=Case("small", (Input((3, 4, 8)), Input((4, 8), true=0.8)), "a mask shared by the batch"),
-    meshed=Case("meshed", (Input((16, 8, 32)), None), "rows on many devices"),
-    cases=(
-        Case("one", (Input((5, 1)), None), "a row of one element is 1, with gradient 0"),
-        Case("vector", (Input((1000,)), None), "no batch axis; odd length"),
-        Case("odd", (Input((3, 5, 257)), None), "rows and columns that fill no block"),
-        Case("large_values", (Input((4, 100), mean=1000.0, std=3.0), None), "exp overflows unless the maximum goes first"),
-        Case("axis0", (Input((33, 7)), None), "not the last axis", {"axis": 0}),
-        Case("axes", (Input((4, 5, 6)), None), "two axes, not neighbours", {"axis": (0, 2)}),
-        Case("inner", (Input((2, 40, 3, 5)), Input((2, 40, 1, 1), true=0.7)), "a mask by row of strided columns", {"axis": 1}),
-        Case("pair", (Input((2, 4, 6, 5)), Input((6, 5), true=0.7)), "two strided neighbours", {"axis": (1, -2)}, _STRIDED),
-        Case("columns", (Input((4096, 3)), Input((4096, 1), true=0.5)), "few and long columns: turned", {"axis": 0}),
-        Case("where", (Input((6, 40)), Input((6, 40), true=0.5)), "each element masked by itself"),
-        Case("where_row", (Input((6, 40)), Input((40,), true=0.5)), "one mask for all rows"),
-        Case("where_column", (Input((6, 40)), Input((6, 1), true=0.5)), "whole rows masked: all zeros"),
-        Case("where_batch", (Input((3, 4, 40)), Input((3, 1, 40), true=0.7)), "a mask per batch element"),
-        Case("where_axes", (Input((4, 5, 6)), Input((4, 5, 1), true=0.7)), "a mask on moved axes", {"axis": (0, 2)}),
-        Case("tiles", (Input((11, 7)), None), "several tiles a program", config=_TILES),
-        Case("split", (Input((3, 300)), Input((3, 300), true=0.5)), "few long rows, several programs each", config=_SPLIT),
-        Case("blocks", (Input((3, 300)), None), "rows longer than a block: two passes", config=_BLOCKS),
-        Case("shifted", (Input((8, 101)), None), "rows that begin inside a vector"),
-        Case("shifted_blocks", (Input((8, 301)), None), "the same, in two passes", config=_BLOCKS),
-        Case("shifted_split", (Input((8, 301)), None), "the same, by several programs", config=_SPLIT),
-        Case("where_blocks", (Input((3, 300)), Input((3, 300), true=0.5)), "the same, masked", config=_BLOCKS),
-    ),
-    compiled=(
-        Case("short", (Input((65536, 256)), None), "several rows a program"),
-        Case("middle", (Input((8192, 4096)), None), "a row a program"),
-        Case("long", (Input((64, 131072)), None), "two passes"),
-        Case("where", (Input((8192, 4096)), Input((8192, 4096), true=0.5)), "mask"),
-    ),
-    backward_kernels=1,
-    forward_bytes=lambda y, x, where: 2 * x.nbytes + (0 if where is None else where.nbytes),
-    backward_bytes=lambda y, x, where: 3 * x.nbytes + (0 if where is None else where.nbytes),
-)
-_MASKED = (Input((6, 40)), Input((6, 40), true=0.5))
-_BATCHED = (Input((3, 300)), Input((3, 300), true=0.5))
-_LOG_SOFTMAX = Spec(
-    name="log_softmax",
-    function=log_softmax,
-    operands=("x", "where"),
-    small=Case("small", (Input((3, 4, 8)), None), "no mask: what is masked is -inf, which no loss may touch"),
-    meshed=_SOFTMAX.meshed,
-    cases=(
-        Case("one", (Input((5, 1)), None), "a row of one element is 0, with gradient 0"),
-        Case("odd", (Input((3, 5, 257)), None), "rows and columns that fill no block"),
-        Case("large_values", (Input((4, 100), mean=1000.0, std=3.0), None), "exp overflows unless the maximum goes first"),
-        Case("axis0", (Input((33, 7)), None), "not the last axis", {"axis": 0}),
-        Case("where", _MASKED, "each element masked by itself"),
-        Case("split", _BATCHED, "few long rows, several programs each", config=_SPLIT),
-        Case("blocks", _BATCHED, "rows longer than a block: two passes", config=_BLOCKS),
-    ),
-    compiled=(
-        Case("middle", (Input((8192, 4096)), None), "a row a program"),
-        Case("long", (Input((64, 131072)), None), "two passes"),
-    ),
-    backward_kernels=1,
-    forward_bytes=_SOFTMAX.forward_bytes,
-    backward_bytes=_SOFTMAX.backward_bytes,
-)
-_LOGSUMEXP = Spec(
-    name="logsumexp",
-    function=logsumexp,
-    operands=("a", "where"),
-    small=Case("small", (Input((3, 4, 8)), Input((4, 8), true=0.8)), "a mask shared by the batch", {"axis": -1, "keepdims": True}),
-    meshed=Case("meshed", _SOFTMAX.meshed.inputs, "rows on many devices", {"axis": -1, "keepdims": True}),
-    cases=(
-        Case("all", (Input((5, 7)), None), "all axes, to a scalar"),
-        Case("odd", (Input((3, 5, 257)), None), "rows and columns that fill no block", {"axis": -1}),
-        Case("large_values", (Input((4, 100), mean=1000.0, std=3.0), None), "exp overflows otherwise", {"axis": 1}),
-        Case("axis0", (Input((33, 7)), None), "not the last axis", {"axis": 0, "keepdims": True}),
-        Case("axes", (Input((4, 5, 6)), Input((4, 5, 1), true=0.7)), "two axes, not neighbours", {"axis": (0, 2)}),
-        Case("split", _BATCHED, "few long rows, several programs each", {"axis": -1}, _SPLIT),
-        Case("blocks", _BATCHED, "rows longer than a block", {"axis": -1}, _BLOCKS),
-    ),
-    compiled=(
-        Case("middle", (Input((8192, 4096)), None), "a row a program", {"axis": -1}),
-        Case("long", (Input((64, 131072)), None), "long rows", {"axis": -1}),
-    ),
-    backward_kernels=1,
-    forward_bytes=lambda y, x, where: x.nbytes + y.nbytes + (0 if where is None else where.nbytes),
-    backward_bytes=lambda y, x, where: 2 * x.nbytes + y.nbytes + (0 if where is None else where.nbytes),
-)
-SPECS = (_SOFTMAX, _LOG_SOFTMAX, _LOGSUMEXP)

@@ -244,15 +244,15 @@ def _long_forward_kernel(
     STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: one part of a row. It finds the part's maximum and sum, unless all parts' are `found`; then it writes them, where
-    they are asked for, and else the result.
+    """One program: one part of a row. It finds the part's maximum and sum, unless all parts' are `found`; then it writes these, if
+    it is asked to, or else the result.
 
     Loop invariant of the first pass: what a thread has read so far has maximum m and sum s of exp(x - m); threads meet only after
     it. NEAR elements of a thread are neighbours (AXIS 1), or, where rows are not aligned for that, neighbours of other threads'.
     The second pass goes backwards: what was read last is still in the cache.
     """
     pid = tl.program_id(0).to(tl.int64)
-    n = length(n, UNIT, split.index)
+    n = length(n, UNIT, split.index_type)
     row, part, _, first, last, blocks = part_of_long_row(pid, n, split, VECTOR, BLOCK_N)
     start, begin = row_start(row, n, VECTOR)
     where_base = _where_base(where_rows, row, n, WHERE_N)
@@ -377,7 +377,7 @@ def _long_backward_kernel(
 ):
     """One program: a part of a row, as in the long forward. Sums are kept per lane until the end of the first pass."""
     pid = tl.program_id(0).to(tl.int64)
-    n = length(n, UNIT, split.index)
+    n = length(n, UNIT, split.index_type)
     row, part, _, first, last, blocks = part_of_long_row(pid, n, split, VECTOR, BLOCK_N)
     start, begin = row_start(row, n, VECTOR)
     where_base = _where_base(where_rows, row, n, WHERE_N)

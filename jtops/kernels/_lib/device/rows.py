@@ -11,12 +11,6 @@ def row(b, rows):
 
 
 @triton.jit
-def own_row(row, inner, own):
-    """The row of an operand that serves row `row` of the call (see `Rows`)."""
-    return row // inner % own
-
-
-@triton.jit
 def length(n, UNIT: tl.constexpr, INDEX: tl.constexpr):
     """`n`, which is a multiple of UNIT, in a form from which the compiler sees it: what is aligned is loaded by vectors.
 

@@ -16,15 +16,6 @@ class AxisRule:
     whole: frozenset[str]
 
     @classmethod
-    def parse(cls, axes: str, residuals: str = "", whole: str = "") -> "AxisRule":
-        """From ``"s (g r) d, t g d -> s (g r) d"``: dims apart by blanks, arrays by commas, ``()`` for an array without dims."""
-        ins, _, outs = axes.partition("->")
-        rule = cls(parse_arrays(ins), parse_arrays(outs), parse_arrays(residuals), frozenset(whole.split()))
-        if not rule.operands or not rule.outs or not rule.whole <= rule.names:
-            raise ValueError(f"axis rule {axes!r} (residuals {residuals!r}, whole {whole!r}) is malformed.")
-        return rule
-
-    @classmethod
     def of(cls, operands: Iterable[str], results: Iterable[str], residuals: Iterable[str], whole: str) -> "AxisRule":
         """From the dims of each array, apart by blanks: ``"s (g r) d"``; ``""`` for an array without dims."""
         texts = [tuple(side) for side in (operands, results, residuals)]

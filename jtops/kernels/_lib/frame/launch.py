@@ -19,7 +19,7 @@ from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame import tuned
 from jtops.kernels._lib.frame.config import Config
 
-__all__ = ["Config", "Launch", "OuterRows", "Rows", "stages_that_fit"]
+__all__ = ["Config", "Launch", "Rows", "stages_that_fit"]
 
 
 def stages_that_fit(target: Target, stages: int, nbytes: int) -> int:
@@ -41,28 +41,6 @@ class Rows(NamedTuple):
     def sum(self, gradients: jax.Array) -> jax.Array:
         """Sum in float32, over the rows that share one of the operand's, what has a row per row of the call."""
         parts = gradients.reshape(-1, self.own, self.inner, *gradients.shape[1:])
-        return jnp.sum(parts, (0, 2), dtype=jnp.promote_types(gradients.dtype, jnp.float32))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OuterRows:
-    """`Rows` as ops have them whose rule is one string: with the number of times that the operand's rows begin anew."""
-
-    outer: int
-    own: int
-    inner: int
-
-    def full(self, operand: jax.Array) -> jax.Array:
-        """The operand with a row per row of the call, copied if it had fewer: for operands that are rarely shared."""
-        if self.outer == self.inner == 1:
-            return operand
-        core = operand.shape[1:]
-        parts = jnp.broadcast_to(operand[None, :, None], (self.outer, self.own, self.inner, *core))
-        return parts.reshape(self.outer * self.own * self.inner, *core)
-
-    def sum(self, gradients: jax.Array) -> jax.Array:
-        """Sum in float32, over the rows that share one of the operand's, what has a row per row of the call."""
-        parts = gradients.reshape(self.outer, self.own, self.inner, *gradients.shape[1:])
         return jnp.sum(parts, (0, 2), dtype=jnp.promote_types(gradients.dtype, jnp.float32))
 
 
@@ -98,16 +76,17 @@ class Launch:
         size = config["cluster_size"]
         if size == 1:
             return
+        asked = self.config or config  # as the caller has it, with what this kernel lacks
         if "CLUSTER" not in parameters:
             raise UnsupportedError(
-                f"{self.op}: {config!r} asks for clusters, which {kernel} does not use: rows that "
+                f"{self.op}: {asked!r} asks for clusters, which {kernel} does not use: rows that "
                 "BLOCK_N * cluster_size does not hold are read twice, and only softmax and norms along the last axis share rows."
             )
         if not self.clusters:
             where = "the interpreter" if self.interpret else self.target
             raise UnsupportedError(f"{self.op}: cluster_size={size} needs clusters, from sm_90 on; running in {where}.")
         if config["BLOCK_M"] > 1:
-            raise UnsupportedError(f"{self.op}: programs of a cluster share one row at a time: BLOCK_M must be 1; got {config!r}.")
+            raise UnsupportedError(f"{self.op}: programs of a cluster share one row at a time: BLOCK_M must be 1; got {asked!r}.")
 
     def full(self, operand: str, array: jax.Array) -> jax.Array:
         """`array`, which has the rows of that operand, with a row per row of the call: copied if it had fewer."""
@@ -122,10 +101,9 @@ class Launch:
         self,
         heuristic: Config,
         kernels: tuple,
-        arguments: Mapping[str, Any] | Sequence,
-        sizes: Mapping[str, int] | None = None,
-        name: str = "",
+        arguments: Mapping[str, Any],
         *,
+        name: str = "",
         rounded: Iterable[str] = (),
         aligned: Iterable[str] = (),
         **flags: Any,
@@ -147,11 +125,7 @@ class Launch:
           **flags: by name; None, booleans, numbers, text and tuples of these.
         """
         name = f"{self.variant}.{name or self.stage}" if self.variant else name or self.stage
-        if isinstance(arguments, Mapping):
-            text = _key(kernels, arguments, frozenset(rounded), frozenset(aligned), flags)
-            problem = tuned.Problem(self.op, name, text)
-        else:
-            problem = tuned.Problem.of(self.op, name, arguments, sizes or {}, flags)
+        problem = tuned.Problem(self.op, name, _key(kernels, arguments, frozenset(rounded), frozenset(aligned), flags))
         choice = tuned.Choice(problem, heuristic, kernels, None if self.interpret else str(self.target), self.device)
         if self.config is not None:
             return choice.settled(self.config.said_by("explicit"))
@@ -160,22 +134,23 @@ class Launch:
     def __call__(
         self,
         kernel: Any,
-        *args: Any,
-        outputs: Mapping[str, jax.ShapeDtypeStruct | TensorDescriptor | None] | None = None,
-        zeroed: Sequence[str] | None = None,
-        out_type: Any = None,
+        *,
+        outputs: Mapping[str, jax.ShapeDtypeStruct | TensorDescriptor | None],
+        zeroed: Sequence[str] = (),
+        in_place: Sequence[str] = (),
         grid: Any,
         config: Config,
         name: str = "",
         flops: int = 0,
         **arguments: Any,
-    ) -> Any:
+    ) -> dict[str, Any]:
         """`triton_call` with the name, target, mode and cost of this launch.
 
         Args:
           kernel: its parameters are the arguments, the outputs and the blocks of `config`.
           outputs: the output parameters by name; None is one that the kernel shall not write.
           zeroed: those of them to set to zero before the launch.
+          in_place: names of arguments (``inputs.sums`` is the field of a bundle) whose arrays the kernel changes.
           grid: as for `triton_call`.
           config: blocks that the kernel lacks are an error; see `Config.without`.
           name: the launch is called ``jtops_{op}_{name}``; the stage by default.
@@ -183,80 +158,79 @@ class Launch:
           **arguments: by parameter, and options of `triton_call`.
 
         Returns:
-          dict by parameter, as `outputs` is: arrays, None where there is none.
+          dict by parameter, as `outputs` is: arrays, None where there is none; and of what is changed `in_place`.
         """
         names = kernel_function(kernel).arg_names
         self._check_clusters(kernel_function(kernel).__name__, names, config)
-        if outputs is not None:
-            lacks = [n for n in (*outputs, *config.blocks) if n not in names]
-            if lacks:
-                raise TypeError(
-                    f"{self.op}: kernel {kernel_function(kernel).__name__} has no parameter {', '.join(lacks)}; it has "
-                    f"{', '.join(names)}. A config's blocks that another kernel needs are left out by config.without(...)."
-                )
-            written = [n for n in names if outputs.get(n) is not None]
-            out_type = [outputs[n] for n in written]
-            arguments |= {n: None for n, t in outputs.items() if t is None}
-            if zeroed:
-                arguments["zeroed_outputs"] = [written.index(n) for n in zeroed if n in written]
-        arrays = [x for x in jax.tree.leaves((args, arguments, out_type)) if hasattr(x, "shape") and hasattr(x, "dtype")]
+        if lacks := [n for n in (*outputs, *config.blocks) if n not in names]:
+            raise TypeError(
+                f"{self.op}: kernel {kernel_function(kernel).__name__} has no parameter {', '.join(lacks)}; it has "
+                f"{', '.join(names)}. A config's blocks that another kernel needs are left out by config.without(...)."
+            )
+        arguments |= {n: None for n, t in outputs.items() if t is None}
+        params = [n for n, constant in _params((kernel,)).items() if n in arguments and not constant]
+        places = enumerate(leaf for n in params for leaf in _leaves(n, arguments[n]))
+        changed = {n: (place, jax.ShapeDtypeStruct(x.shape, x.dtype)) for place, (n, x) in places if n in in_place}
+        written = {n: outputs[n] for n in names if outputs.get(n) is not None}
+        types = {n: t for n, (_, t) in changed.items()} | written
+        options: dict[str, Any] = {}
+        if changed:
+            options["input_output_aliases"] = {place: i for i, (place, _) in enumerate(changed.values())}
+        if zeroed:
+            options["zeroed_outputs"] = [i for i, n in enumerate(types) if n in zeroed]
+        arrays = [x for x in jax.tree.leaves((arguments, written)) if hasattr(x, "shape") and hasattr(x, "dtype")]
         moved = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
         with notes.config_from(config.source, self.why):
             out = triton_call(
-                *args,
                 kernel=kernel,
-                out_type=out_type,
+                out_type=list(types.values()),
                 grid=grid,
                 name=f"jtops_{self.op}_{name or self.stage}",
                 compute_capability=str(self.target),
                 interpret=self.interpret,
                 cost_estimate={"flops": flops, "bytes_accessed": moved},
-                **{k: v for k, v in config.kwargs.items() if k not in config.blocks or k in names},
+                **config.kwargs,
+                **options,
                 **arguments,
             )
-        return out if outputs is None else dict.fromkeys(outputs) | dict(zip(written, out, strict=True))
+        return dict.fromkeys(outputs) | dict(zip(types, out, strict=True))
+
+
+def _params(kernels: tuple) -> dict[str, bool]:
+    """The parameters by name, in order: is it a compile-time constant."""
+    return {p.name: p.is_constexpr for kernel in kernels for p in kernel_function(kernel).params}
+
+
+def _leaves(name: str, value: Any, rows: bool = True) -> Iterator[tuple[str, Any]]:
+    """An argument by name, a bundle taken apart: ``mask.left``, ``x[0]``; with or without the numbers of `Rows`."""
+    if isinstance(value, Rows) and not rows:
+        return
+    if not isinstance(value, tuple):
+        yield name, value.base if isinstance(value, TensorDescriptor) else value
+        return
+    fields = getattr(value, "_fields", None)
+    for i, item in enumerate(value):
+        yield from _leaves(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item, rows)
 
 
 def _key(kernels: tuple, arguments: Mapping[str, Any], rounded: frozenset[str], aligned: frozenset[str], flags) -> str:
     """See `Launch.choose`: dtypes first, then the rest by name."""
-    params = {p.name: p.is_constexpr for kernel in kernels for p in kernel_function(kernel).params}
-    constants = {name for name, is_constexpr in params.items() if is_constexpr}
+    params = _params(kernels)
+    given = {name: value for name, value in arguments.items() if name in params}
+    constants = [f"{name}={_said(value)}" for name, value in given.items() if params[name]]
     dtypes: list[str] = []
-    said: list[str] = []
-    for name, value in _flat({k: v for k, v in arguments.items() if k in params}, constants):
-        if name in constants:
-            said.append(f"{name}={_said(value)}")
-        elif value is None:
+    numbers: list[str] = []
+    for name, value in (leaf for n, x in given.items() if not params[n] for leaf in _leaves(n, x, rows=False)):
+        if value is None:
             dtypes.append("-")
         elif hasattr(value, "dtype"):
             dtypes.append(str(value.dtype))
         elif isinstance(value, bool | str):
-            said.append(f"{name}={value}")
+            numbers.append(f"{name}={value}")
         elif isinstance(value, int):
             parts = [str(next_power_of_2(value))] * (name in rounded) + [f"16|{math.gcd(value, 16)}"] * (name in aligned)
-            said.append(f"{name}={'/'.join(parts) or value}")
-    said += [f"{name}={_said(value)}" for name, value in flags.items()]
-    return " ".join([",".join(dtypes), *said])
-
-
-def _flat(arguments: Mapping[str, Any], constants) -> Iterator[tuple[str, Any]]:
-    """Arguments by name, bundles taken apart: ``mask.left``, ``x[0]``."""
-
-    def walk(name, value):
-        if isinstance(value, Rows):
-            return
-        if isinstance(value, tuple):
-            fields = getattr(value, "_fields", None)
-            for i, item in enumerate(value):
-                yield from walk(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", item)
-        else:
-            yield name, value.base if isinstance(value, TensorDescriptor) else value
-
-    for name, value in arguments.items():
-        if name in constants:
-            yield name, value
-        else:
-            yield from walk(name, value)
+            numbers.append(f"{name}={'/'.join(parts) or value}")
+    return " ".join([",".join(dtypes), *numbers, *constants, *(f"{name}={_said(value)}" for name, value in flags.items())])
 
 
 def _said(value: Any) -> str:

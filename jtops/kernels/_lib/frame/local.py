@@ -10,7 +10,7 @@ from jtops._compat import jax as jax_compat
 from jtops.core import notes, target
 from jtops.core.mesh import partition
 from jtops.errors import UnsupportedError
-from jtops.kernels._lib.frame.launch import Launch, OuterRows, Rows
+from jtops.kernels._lib.frame.launch import Launch, Rows
 from jtops.kernels._lib.frame.stages import Call, Refused, batch_shape, out_types, reference_stage, spread, types_of
 from jtops.kernels._lib.frame.variants import settled
 
@@ -22,11 +22,9 @@ def run_kernel(call: Call, platform: str, *args) -> list:
     op, n, shape, types = call.op, call.n_batch, batch_shape(call, args), out_types(call, types_of(args))
     batch = math.prod(shape)
     primals, saved, linear = call.split(args)
-    by_operand = op.names.operands._make if op.names else tuple
-    rows = by_operand(spread((_rows(x, n, shape, op.names is None) for x in primals), call.present))
-    wanted = by_operand(map(bool, spread(call.wrt, call.present))) if call.wrt else ()
-    if op.names and not call.wrt:
-        wanted = by_operand([False] * len(rows))
+    by_operand = op.names.operands._make
+    rows = by_operand(spread((_rows(x, n, shape) for x in primals), call.present))
+    wanted = by_operand(map(bool, spread(call.wrt or (False,) * call.n_in, call.present)))
     compiled = platform in KERNEL_PLATFORMS
     launch = Launch(
         op=op.name,
@@ -43,13 +41,11 @@ def run_kernel(call: Call, platform: str, *args) -> list:
     collapsed = by_operand(spread((_collapse(x, n, shape) for x in primals), call.present))
     if call.stage in ("out", "fwd"):
         launch, forward = settled(launch, op.forward, collapsed)
-        outs = forward(launch, collapsed) if op.names else forward(launch, *collapsed)
+        outs = forward(launch, collapsed)
         _check_results(call, "forward", "results", outs, [(((batch, *t.shape[n:]),), (t.dtype,)) for t in types])
         return [o.reshape(t.shape) for o, t in zip(outs, types, strict=True)]
     full = lambda xs: [jnp.broadcast_to(x, shape + x.shape[n:]).reshape(batch, *x.shape[n:]) for x in xs]
-    kept, cotangents = full(saved), spread(full(linear), call.live)
-    if op.names:
-        kept, cotangents = op.names.saved._make(kept), op.names.results._make(cotangents)
+    kept, cotangents = op.names.saved._make(full(saved)), op.names.results._make(spread(full(linear), call.live))
     assert op.backward is not None
     assert not isinstance(op.backward, Refused)
     launch, backward = settled(launch, op.backward, collapsed)
@@ -88,10 +84,9 @@ def _own_span(own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
     return (full[0], full[-1] + 1) if full else (len(shape), len(shape))
 
 
-def _rows(x, n: int, shape: tuple[int, ...], outer: bool) -> Rows | OuterRows:
+def _rows(x, n: int, shape: tuple[int, ...]) -> Rows:
     first, last = _own_span(x.shape[:n], shape)
-    inner, own = math.prod(shape[last:]), math.prod(shape[first:last])
-    return OuterRows(math.prod(shape[:first]), own, inner) if outer else Rows(inner, own)
+    return Rows(inner=math.prod(shape[last:]), own=math.prod(shape[first:last]))
 
 
 def _collapse(x, n: int, shape: tuple[int, ...]) -> jax.Array:

@@ -65,12 +65,11 @@ def refused(reason: str) -> Refused:
 
 def fused_op(
     name: str,
-    axes: str | None = None,
     *,
-    operands: Mapping[str, str] | None = None,
-    results: Mapping[str, str] | None = None,
-    residuals: Mapping[str, str] | str = "",
-    saves: Iterable[Any] = (),
+    operands: Mapping[str, str],
+    results: Mapping[str, str],
+    residuals: Mapping[str, str] | None = None,
+    saves: Iterable[str] = (),
     whole: str = "",
     positions: tuple[str, ...] = (),
     reference: Callable[..., tuple],
@@ -85,7 +84,7 @@ def fused_op(
       name: the op's public name; launches are called ``jtops_{name}_{stage}``, saved values ``{name}_residual``.
       operands, results: by name the core axes, batch axes left out: ``{"q": "s (g r) d", "k": "t g d", "lengths": ""}``. A
         compound axis is one array axis made of two, the first outermost. Any core axis of an operand may have size 1, or
-        be missing at the front, where the reference broadcasts. (`axes` says the same without names: ``"n, n -> n"``.)
+        be missing at the front, where the reference broadcasts.
       residuals: by name the core axes of what only the residual forward writes.
       saves: names of the results that the backward reads.
       whole: axes that one device must hold in full. All others, and all batch axes, may be sharded.
@@ -109,27 +108,21 @@ def fused_op(
     Returns:
       ``f(*operands, implementation=None, config=None, **options) -> tuple of results``; options must be hashable.
     """
-    if axes is not None:
-        assert isinstance(residuals, str)
-        rule, names = AxisRule.parse(axes, residuals, whole), None
-        saved = tuple(saves)
-    else:
-        kept = dict(residuals) if isinstance(residuals, Mapping) else {}
-        given = dict(operands or {}) | {f"{axis}_index": axis for axis in positions}
-        rule = AxisRule.of(given.values(), (results or {}).values(), kept.values(), whole)
-        saved = tuple(list(results or {}).index(result) for result in saves)
-        names = Names(
-            namedtuple(f"{name}_operands", given),
-            namedtuple(f"{name}_saved", [*saves, *kept]),
-            namedtuple(f"{name}_results", results or {}),
-        )
+    kept, saves = dict(residuals or {}), tuple(saves)
+    given = dict(operands) | {f"{axis}_index": axis for axis in positions}
+    rule = AxisRule.of(given.values(), results.values(), kept.values(), whole)
+    names = Names(
+        namedtuple(f"{name}_operands", given),
+        namedtuple(f"{name}_saved", [*saves, *kept]),
+        namedtuple(f"{name}_results", results),
+    )
     op = Op(
         name=name,
         rule=rule,
         reference=reference,
         forward=forward,
         backward=backward,
-        saves=saved,
+        saves=tuple(list(results).index(result) for result in saves),
         limits=limits,
         blocks=frozenset(blocks.split()),
         names=names,
@@ -149,7 +142,7 @@ def fused_op(
 
     def call(*operands, implementation: str | None = None, config: Any = None, **options):
         if len(operands) != op.n_given:
-            raise TypeError(f"{name}: the axis rule has {op.n_given} operands; got {len(operands)}.")
+            raise TypeError(f"{name}: the op has {op.n_given} operands; got {len(operands)}.")
         implementation = _resolve_implementation(name, implementation)
         _check_config(op, config)
         if implementation == "xla":

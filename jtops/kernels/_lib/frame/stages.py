@@ -42,7 +42,7 @@ class Op:
     saves: tuple[int, ...]
     limits: Callable
     blocks: frozenset[str]
-    names: Names | None  # None: launchers take operands one by one
+    names: Names
     positions: tuple[str, ...]  # axes along which the last operands are iotas
 
     @property

@@ -28,7 +28,6 @@ from jtops._compat import triton as triton_compat
 from jtops.core import cache, notes
 from jtops.core.compile.content import content
 from jtops.core.files import written_whole
-from jtops.core.sizes import next_power_of_2
 from jtops.core.tuning import table as tuning_table
 from jtops.core.tuning.table import say_once
 from jtops.errors import JtopsError
@@ -47,20 +46,8 @@ class Problem:
     choice: str
     text: str
 
-    @classmethod
-    def of(cls, op: str, choice: str, arrays: Sequence, sizes: Mapping[str, int], flags: Mapping[str, Any]) -> "Problem":
-        """See `Launch.choose`."""
-        dtypes = ",".join("-" if x is None else str(x.dtype) for x in arrays)
-        rounded = [f"{name}={next_power_of_2(size)}" for name, size in sizes.items()]
-        return cls(op, choice, " ".join([dtypes, *rounded, *(f"{k}={_said(v)}" for k, v in flags.items())]))
-
     def __str__(self):
         return f"{self.op} {self.choice} {self.text}"
-
-
-def _said(value) -> str:
-    """Without blanks."""
-    return ",".join(map(_said, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

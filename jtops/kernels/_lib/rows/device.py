@@ -20,7 +20,7 @@ def part_of_long_row(pid, n, split, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr)
     blocks; `split` is the `Split`."""
     part = (pid % split.splits).to(tl.int32)
     size = split.blocks * BLOCK_N
-    if split.index is not None:
+    if split.index_type is not None:
         part = part.to(tl.int64)
         size = tl.full((), split.blocks, tl.int64) * BLOCK_N
     first = part * size

@@ -18,11 +18,11 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs share each long row: `splits` parts of `blocks` blocks. `index` is the type of a position in the row."""
+    """How programs share each long row: `splits` parts of `blocks` blocks. `index_type` as below."""
 
     splits: int
     blocks: int
-    index: str | None
+    index_type: str | None
 
 
 def index_type(n: int) -> str | None:

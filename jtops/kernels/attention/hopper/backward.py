@@ -81,8 +81,9 @@ from jtops._compat.gluon import (
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.device.rows import row
-from jtops.kernels._lib.frame.launch import Config, Launch, Rows
+from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels.attention.hopper.backward_ends import postprocess_kernel, preprocess_kernel
+from jtops.kernels.attention.mask import mask_of
 
 LOG2E = 1.4426950408889634
 
@@ -586,19 +587,19 @@ def heuristic(head_dim: int) -> Config:
     return Config(BLOCK_M=8192 // head_dim, BLOCK_N=128, num_warps=4)
 
 
-def unfit(launch: Launch, q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index) -> str | None:
+def unfit(launch: Launch, x) -> str | None:
     """Why a call is not for these kernels; None if it is."""
-    (_, s, h, d), (_, t, _, e) = q.shape, v.shape
+    (_, s, h, d), (_, t, _, e) = x.q.shape, x.v.shape
     lines = launch.batch * h * cdiv(s, 128) * 128
     if launch.interpret:
         return "the interpreter runs no Gluon kernels"
     if launch.target.arch != 90:
         return f"it is for sm_90; the target is {launch.target}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it is for bfloat16 and float16; q is {q.dtype}"
+    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it is for bfloat16 and float16; q is {x.q.dtype}"
     if d != e or d not in (64, 128):
         return f"it is for head dims 64 and 128, of v as of q; they are {d} and {e}"
-    if q_ids is not None or q_lengths is not None or kv_lengths is not None:
+    if x.q_ids is not None or x.q_lengths is not None or x.kv_lengths is not None:
         return "it knows no segment ids and no lengths"
     if max(s, t, launch.options["q_size"]) > _MAX_SIZE or lines * d * 4 >= 1 << 38:
         return f"it counts in 32 bits; got {s} queries of {launch.batch} x {h} heads and {t} keys"
@@ -607,12 +608,14 @@ def unfit(launch: Launch, q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, q_index
     return None
 
 
-def backward(launch: Launch, operands, saved, cotangents):
+def backward(launch: Launch, x, saved, cotangents):
     """Launcher. The gradient of lse is taken off delta, where it costs nothing."""
-    (q, k, v, *_, q_index), (out, lse), (do, dlse) = operands, saved, cotangents
+    q, k, v = x.q, x.k, x.v
+    (out, lse), (do, dlse), mask = saved, cotangents, mask_of(launch, x)
     (_, s, h, d), (_, t, g, _) = q.shape, v.shape
-    options, batch, config = launch.options, launch.batch, heuristic(d)
-    deterministic = bool(options.get("deterministic", True))
+    options, batch = launch.options, launch.batch
+    config = heuristic(d) if launch.config is None else launch.config.said_by("explicit")  # the same tiles, says `unfit`
+    deterministic = options["deterministic"]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     tiles = batch * h * cdiv(s, block_m)  # of queries
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -645,46 +648,42 @@ def backward(launch: Launch, operands, saved, cotangents):
         delta=TensorDescriptor.from_array(before["delta_ptr"], (block_m,)),
         sums=TensorDescriptor.from_array(sums, (128, 32)),
     )
-    left, right = options["left"], options["right"]
     most = t + options["q_size"]  # a bound beyond it is none
     section = min(batch * g, max(1, _L2_BYTES // (h // g * s * d * 8)))
     gradient = TensorDescriptor.from_array(jax.ShapeDtypeStruct((batch, t, g * d), q.dtype), (1, 64, d))
-    changed = [sums, turns] if deterministic else [sums]  # in place: the seventh operand, and the eighth
-    sums, *_, dk, dv = launch(
+    got = launch(
         backward_kernel,
         inputs=inputs,
         turns_ptr=turns,
-        offset_ptr=q_index,
+        offset_ptr=mask.q_index,
         shape=Shape(s, t, g, h // g, options["q_size"], next_power_of_2(section + 1) // 2),
-        rows=InputRows(*(Rows(r.inner, r.own) for r in launch.rows[:3])),
-        window=Window(min(left or 0, most), min(right or 0, most)),
+        rows=InputRows(*launch.rows[:3]),
+        window=Window(min(mask.left or 0, most), min(mask.right or 0, most)),
         scale=np.float32(options["scale"]),
         scale2=np.float32(options["scale"] * LOG2E),
         HEAD_DIM=d,
-        LEFT=left is not None,
-        RIGHT=right is not None,
-        BOTTOM_RIGHT=options["bottom_right"],
-        EDGE=t % block_n != 0 and left is None and right is None,
+        LEFT=mask.left is not None,
+        RIGHT=mask.right is not None,
+        BOTTOM_RIGHT=mask.align is not None,
+        EDGE=t % block_n != 0 and mask.left is None and mask.right is None,
         DETERMINISTIC=deterministic,
         config=config,
         name="vjp",
         grid=batch * g * cdiv(t, block_n),
         flops=10 * batch * h * s * t * d,
-        input_output_aliases={6 + i: i for i in range(len(changed))},
-        out_type=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed), gradient, gradient],
+        in_place=("inputs.sums", "turns_ptr") if deterministic else ("inputs.sums",),
+        outputs={"dk_desc": gradient, "dv_desc": gradient},
     )
-    grads: list = [None] * len(operands)
-    if launch.wanted[0]:
+    dq = None
+    if launch.wanted.q:
         after = launch(
             postprocess_kernel,
-            sums_ptr=sums,
+            sums_ptr=got["inputs.sums"],
             scale=np.float32(options["scale"]),
             **ends,
             name="vjp_postprocess",
             outputs={"dq_ptr": jax.ShapeDtypeStruct((batch, s, h, d), q.dtype)},
         )
-        grads[0] = after["dq_ptr"]
-    for i, x in ((1, dk), (2, dv)):
-        if launch.wanted[i]:
-            grads[i] = x.reshape(batch, t, g, d)
-    return grads
+        dq = after["dq_ptr"]
+    dk, dv = (got[name].reshape(batch, t, g, d) for name in ("dk_desc", "dv_desc"))
+    return dq, dk, dv, None, None, None, None

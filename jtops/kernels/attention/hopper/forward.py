@@ -538,6 +538,7 @@ def forward(launch: Launch, x):
     (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
     batch, block, q_size = launch.batch, head_block(max(d, e)), launch.options["q_size"]
     mask = mask_of(launch, x)
+    tiles = heuristic(d, e, s, mask.q_index is not None)
     if s == q_size:
         mask = mask._replace(q_index=None)
     dynamic = any(side is not None for side in (mask.left, mask.right, mask.q_lengths, mask.kv_lengths))
@@ -554,9 +555,8 @@ def forward(launch: Launch, x):
         "DYNAMIC": dynamic,
     }
     sizes = [f"sizes.{name}" for name in Sizes._fields]
-    config = launch.choose(
-        heuristic(d, e, s, dynamic), (forward_kernel,), given, name="out", rounded=("mask.left", "mask.right", *sizes), d=d, e=e
-    )
+    rounded = ("mask.left", "mask.right", *sizes)
+    config = launch.choose(tiles, (forward_kernel,), given, name="out", rounded=rounded, d=d, e=e)
     check(config)
     block_n, warpgroups = config["BLOCK_N"], config["WARPGROUPS"]
     described = lambda array, size: TensorDescriptor.from_array(array, (1, size, 1, block))
