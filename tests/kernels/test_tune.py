@@ -168,6 +168,24 @@ def test_small_gains_are_not_written(gpu, tmp_path):
     assert not (tmp_path / "tuning" / TABLE).exists()
 
 
+def test_entries_are_checked_and_the_slower_are_deleted(gpu, tmp_path):
+    """No other config is tried; what is up to 2 % slower than the heuristic's stays, with its times of now."""
+    path, quiet = tmp_path / "table.json", {"progress": lambda _: None}
+    assert tune.tune(f, X, write=path, check=True, **quiet) == ()  # there is no table
+    gpu.cost = lambda c: 50 if c["BLOCK_M"] == 8 else 100
+    (found,) = tune.tune(f, X, write=path, **quiet)
+    assert found.config["BLOCK_M"] == 8
+    gpu.raced.clear()
+    gpu.cost = lambda c: 101.9 if c["BLOCK_M"] == 8 else 100
+    (kept,) = tune.tune(f, X, write=path, check=True, **quiet)
+    assert (kept.said, kept.config, len(gpu.raced[0])) == ("tuned", found.config, 2)
+    assert [e.seconds for e in tuned.load(path, "").entries.values()] == pytest.approx([101.9e-6])
+    gpu.cost = lambda c: 102.1 if c["BLOCK_M"] == 8 else 100
+    (gone,) = tune.tune(f, X, write=path, check=True, **quiet)
+    assert gone.said == "heuristic"
+    assert not tuned.load(path, "").entries
+
+
 def test_a_config_that_computes_something_else_is_dropped(gpu):
     gpu.cost = lambda c: {8: 10, 32: 50}.get(c["BLOCK_M"], 100)
     gpu.wrong = lambda c: c["BLOCK_M"] == 8
@@ -312,7 +330,7 @@ def test_tune_on_the_gpu(tmp_path):
     assert result.said in ("tuned", "heuristic")
     assert 0 < result.seconds <= result.heuristic_seconds < 1e-3
     assert result.dropped == ()
-    assert len(tuned.load(path, "").entries) == (result.said == "tuned")
+    assert len(tuned.load(path, "").entries if path.exists() else ()) == (result.said == "tuned")  # a race may go either way
     slow = Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=16, num_warps=1)
     device = target.present()
     (task,) = tune._tasks(jtops.softmax, (x,), "cuda")
