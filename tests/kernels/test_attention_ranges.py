@@ -167,10 +167,11 @@ def test_queries_past_their_length_in_a_later_shard():
     numerics.close((out, dq, dk, dv), (want, *pullback(past(g, 0.0))), 1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_of_negative_ids_reaches_nothing(causal):
-    """Not even as 0 * NaN: what queries, keys, values and cotangents hold there."""
-    ids = jnp.asarray([[0] * 9 + [-1] * 4 + [2] * 13 + [-7] * 6], jnp.int32)
+def test_padding_of_negative_ids_reaches_nothing(causal, implementation):
+    """Not even as 0 * NaN: what queries, keys, values and cotangents hold there, between others and past all."""
+    ids = jnp.asarray([[0, -1, 0, 0, -2] + [0] * 4 + [-1] * 4 + [2] * 13 + [-7] * 6], jnp.int32)
     operands = [normal(1, 32, 1, 16, seed=i) for i in range(4)]
     pads = lambda fill: [jnp.where((ids < 0)[..., None, None], fill, x) for x in operands]
 
@@ -179,12 +180,12 @@ def test_padding_of_negative_ids_reaches_nothing(causal):
         out, pullback = jax.vjp(f, q, k, v)
         return out, pullback(g)
 
-    clean = results("interpret", *pads(0.0))
-    jax.tree.map(np.testing.assert_array_equal, results("interpret", *pads(jnp.nan)), clean)
+    clean = results(implementation, *pads(0.0))
+    jax.tree.map(np.testing.assert_array_equal, results(implementation, *pads(jnp.nan)), clean)
     numerics.close(clean, results("xla", *pads(0.0)), 1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_lengths_above_the_size_are_the_size(causal, implementation):
     q, k, v = normal(1, 20, 1, 16), normal(1, 24, 1, 16, seed=1), normal(1, 24, 1, 16, seed=2)

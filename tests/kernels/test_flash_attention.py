@@ -306,6 +306,18 @@ def test_agrees_with_jax_nn(implementation):
         numerics.close(attention(q, k, v, implementation=implementation, **options), want, 1e-5)
 
 
+def test_nan_past_a_later_shards_length_reaches_no_gradient():
+    """Queries in parts on devices: a shard's own index of a query is not the one that lengths count."""
+    q, k, v = qkv(32, 8)
+    inside = (jnp.arange(32) < 18)[None, :, None, None]
+    f = functools.partial(attention, q_lengths=jnp.array([18]), implementation="interpret")
+    loss = lambda *a: jnp.where(inside, f(*a) ** 2, 0).sum()
+    mesh = jax.make_mesh((4,), ("s",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    poisoned = jax.device_put(jnp.where(inside, q, jnp.nan), jax.NamedSharding(mesh, jax.P(None, "s")))
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(poisoned, k, v)
+    numerics.close(got, jax.grad(loss, (0, 1, 2))(jnp.where(inside, q, 0), k, v), 1e-5)
+
+
 Q = jnp.ones((2, 4, 6, 8))
 
 

@@ -5,9 +5,9 @@ from jtops._compat.triton import tl, triton
 
 @triton.jit
 def row(b, rows):
-    """The row of an operand that serves row b of the call; `rows` is the operand's `Rows`."""
-    # Counts past 2^31 would be unsigned beside b, which `//` refuses. (Gluon kernels come here, too: their `full` has a layout.)
-    return b // (b * 0 + rows.inner).to(b.dtype) % (b * 0 + rows.own).to(b.dtype)
+    """The row of an operand that serves row b of the call; `rows` is the operand's `Rows`. For Gluon, too."""
+    # Counts past 2^31 would be unsigned beside b, which `//` refuses.
+    return b // tl.cast(rows.inner, b.dtype) % tl.cast(rows.own, b.dtype)
 
 
 @triton.jit
