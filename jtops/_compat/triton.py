@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import hashlib
 import importlib.util
-import os
+import pathlib
 import sys
 import types
 from collections.abc import Callable
@@ -27,6 +27,7 @@ __all__ = [
     "GPUTarget",
     "Heuristics",
     "JITFunction",
+    "cache_directory",
     "cache_manager",
     "compile_source",
     "compiler_stages",
@@ -206,6 +207,11 @@ def cache_manager(key: str) -> Any:
     return get_cache_manager(key)
 
 
+def cache_directory() -> str:
+    """Where Triton's disk cache is."""
+    return triton.knobs.cache.dir
+
+
 def forget_on_disk(source, target, options: dict[str, Any]) -> None:
     """Remove what makes Triton's disk cache hold the compilation of `source`: the list of its files."""
     backend = make_backend(target)
@@ -213,7 +219,7 @@ def forget_on_disk(source, target, options: dict[str, Any]) -> None:
     key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
-        os.unlink(path)
+        pathlib.Path(path).unlink(missing_ok=True)  # another process may be repairing the same entry
 
 
 def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:

@@ -123,8 +123,13 @@ def _run_triton(kernel, bound, parameters, folded, options, target):
     )
     try:
         return load_or_compile(source, target.gpu_target, options)
-    except triton_compat.CompilationError:
+    except (triton_compat.CompilationError, KernelCompileError):
         raise
+    except OSError as error:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: Triton could not use a file: {error}. Compiled kernels are kept in a directory that "
+            f"TRITON_CACHE_DIR names, {triton_compat.cache_directory()}: it must be one that can be made and written."
+        ) from error
     except Exception as error:
         stage = "ptxas" if type(error).__name__ == "PTXASError" else "back end (Triton IR to machine code)"
         raise _compile_error(kernel, target, stage, error) from error
