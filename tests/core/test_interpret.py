@@ -13,6 +13,7 @@ import pytest
 
 import jtops
 from jtops._compat.triton import tl, triton
+from jtops.core.interpret import host_call
 from tests.kernels import lowered
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
@@ -246,6 +247,20 @@ def make_kernel(c):
         tl.store(o_ptr + i, tl.load(x_ptr + i) * factor)
 
     return k
+
+
+def test_the_register_of_functions_is_bounded(monkeypatch):
+    """Case 76: the programs that have not run for longest give way, and say so; what runs stays."""
+    monkeypatch.setattr(host_call, "_KEPT", 3)
+    monkeypatch.setattr(host_call, "_functions", host_call.collections.OrderedDict())
+    program = lambda n: jax.jit(lambda x: run(arithmetic_kernel, x, out=like((n,)), N=n))
+    programs = [program(2**i) for i in range(5)]
+    for i, program in enumerate(programs):
+        program(jnp.ones(2**i)).block_until_ready()
+        programs[0](jnp.ones(1)).block_until_ready()
+        assert len(host_call._functions) <= 3
+    with pytest.raises(Exception, match=r"or 3 others have run since it did last; trace it in this one"):
+        programs[1](jnp.ones(2)).block_until_ready()
 
 
 def test_kernels_of_one_name_are_not_mixed():
