@@ -57,12 +57,12 @@ if parsed(jax.__version__) < MIN_JAX:
 apply_primitive = dispatch.apply_primitive
 
 
-def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pattern: str = "") -> Any:
+def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pattern: str = "", pattern_means: str = "") -> Any:
     """A setting that JAX itself tracks: context manager, ``jax.config`` option, environment variable ``NAME``.
 
-    Its value is None, or one of `values`, or a string of the form `pattern`.
+    Its value is None, or one of `values`, or a string of the form `pattern`, which errors call `pattern_means`.
     """
-    rule = f"None or one of {', '.join(map(repr, values))}" if values else f"None or a string like {pattern}"
+    rule = f"None or one of {', '.join(map(repr, values))}" if values else f"None or {pattern_means}"
 
     def check(value):
         legal = value in values if values else isinstance(value, str) and re.fullmatch(pattern, value)

@@ -37,8 +37,8 @@ def load_or_compile(source, target, options: dict[str, Any]):
         compiled = triton_compat.compile_source(source, target, options)
     if not _launchable(compiled):
         raise KernelCompileError(
-            f"kernel {source.name}: TRITON_STORE_BINARY_ONLY is set, which keeps Triton from storing PTX, and a launch is made of that. "
-            "Unset it."
+            f"kernel {source.name}: TRITON_STORE_BINARY_ONLY is set, which keeps Triton from storing PTX, and a launch is made of "
+            "that. Unset it."
         )
     if runs:
         triton_compat.cache_manager(compiled.hash).put(json.dumps(_checksums(compiled)), _SEAL, binary=False)
