@@ -39,6 +39,8 @@ __all__ = [
     "kernel_key",
     "load_interpreter_module",
     "make_backend",
+    "may_be_read",
+    "min_dot_size",
     "ptxas",
     "require_triton",
     "source_of",
@@ -66,7 +68,7 @@ try:
     from triton.language import str_to_ty
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.cache import get_cache_key, get_cache_manager
-    from triton.runtime.jit import JITFunction
+    from triton.runtime.jit import JITCallable, JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
@@ -196,10 +198,37 @@ def kernel_key(kernel) -> str:
     """What tells a kernel from every other by content: its source, its helpers' and the constants they see."""
     try:
         return kernel.cache_key
-    except RuntimeError:
-        if not INTERPRET_MODE:
+    except Exception as error:
+        _without_placeholders(kernel)
+        if not INTERPRET_MODE or not isinstance(error, RuntimeError):
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def _without_placeholders(kernel) -> None:
+    """Of a kernel whose key Triton could not find it keeps a placeholder, and of its helpers, and would take it for the key."""
+    if str(kernel.hash).startswith("recursion:"):
+        kernel.hash = None
+        for value in kernel.get_capture_scope().values():
+            if isinstance(value, JITFunction):
+                _without_placeholders(value)
+
+
+def may_be_read(value) -> bool:
+    """May a compiled kernel read a global of this value? Triton's rule: constants, kernels, modules, types, and what is its own."""
+    ours = getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
+    module = getattr(value, "__module__", None)
+    of_triton = isinstance(module, str) and module.startswith(("triton.language", "triton.experimental.gluon.language"))
+    record = isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")
+    kinds = (types.ModuleType, JITCallable, tl.constexpr, tl.dtype)
+    named = type(value).__name__ == "InterpretedFunction"
+    allowed = triton.knobs.compilation.allow_non_constexpr_globals
+    return bool(ours or of_triton or record or named or allowed or isinstance(value, kinds))
+
+
+def min_dot_size(lhs, rhs) -> tuple[int, int, int]:
+    """The smallest (m, n, k) of a ``tl.dot`` of these types that compiles for NVIDIA GPUs."""
+    return nvidia_compiler.min_dot_size(GPUTarget("cuda", 90, 32))(lhs, rhs)
 
 
 def cache_manager(key: str) -> Any:

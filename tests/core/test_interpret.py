@@ -98,18 +98,18 @@ def test_unsigned_order():
 
 
 @triton.jit
-def dot_kernel(a_ptr, b_ptr, o_ptr):
-    i = tl.arange(0, 16)
-    a = tl.load(a_ptr + i[:, None] * 16 + i[None, :])
-    b = tl.load(b_ptr + i[:, None] * 16 + i[None, :])
-    tl.store(o_ptr + i[:, None] * 16 + i[None, :], tl.dot(a, b))
+def dot_kernel(a_ptr, b_ptr, o_ptr, N: tl.constexpr = 32):
+    i = tl.arange(0, N)
+    a = tl.load(a_ptr + i[:, None] * N + i[None, :])
+    b = tl.load(b_ptr + i[:, None] * N + i[None, :])
+    tl.store(o_ptr + i[:, None] * N + i[None, :], tl.dot(a, b))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_dot(dtype):
     """Case 50: products of small integers are exact in every format."""
-    a, b = (jnp.asarray(np.random.default_rng(k).integers(-2, 3, (16, 16)), dtype) for k in (0, 1))
-    got = run(dot_kernel, a, b, out=like((16, 16)))
+    a, b = (jnp.asarray(np.random.default_rng(k).integers(-2, 3, (32, 32)), dtype) for k in (0, 1))
+    got = run(dot_kernel, a, b, out=like((32, 32)))
     np.testing.assert_array_equal(got, np.asarray(a, np.float32) @ np.asarray(b, np.float32))
 
 
@@ -236,6 +236,61 @@ def test_what_is_not_written_shows():
 def test_errors_name_program_and_line():
     with pytest.raises(Exception, match=r"(?s)kernel fails_kernel, program \(0, 0, 0\), .*\.py:\d+\n    tl\.store"):
         run(fails_kernel, jnp.ones(8), out=like((8,)), n=2).block_until_ready()
+
+
+PLAIN = 3
+
+
+@triton.jit
+def reads_python_kernel(x_ptr, o_ptr, READ: tl.constexpr):
+    i = tl.arange(0, 8)
+    x = tl.load(x_ptr + i)
+    if READ:
+        x = x * PLAIN
+    tl.store(o_ptr + i, x)
+
+
+@triton.jit
+def calls_jax_kernel(x_ptr, o_ptr):
+    i = tl.arange(0, 8)
+    tl.store(o_ptr + i, jnp.exp(tl.load(x_ptr + i)))
+
+
+def reading(factor):
+    @triton.jit
+    def reads_closure_kernel(x_ptr, o_ptr):
+        i = tl.arange(0, 8)
+        tl.store(o_ptr + i, tl.load(x_ptr + i) * factor)
+
+    return reads_closure_kernel
+
+
+REFUSED = {
+    "global": (reads_python_kernel, {"READ": True}, r"x = x \* PLAIN\n: PLAIN is a variable of Python; .* tl\.constexpr"),
+    "closure": (reading(3.0), {}, r"tl\.load\(x_ptr \+ i\) \* factor\)\n: factor is a variable of Python"),
+    "jax": (calls_jax_kernel, {}, r"calls_jax_kernel.*test_interpret\.py:\d+\n    tl\.store\(o_ptr \+ i, jnp\.exp"),
+    "small dot": (dot_kernel, {"N": 8}, r"tl\.dot\(a, b\)\)\n: Input shapes should have M >= 1, N >= 1 and K >= 16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_compiler_takes_is_refused(name):
+    """Cases 78i and 78j: the interpreter refuses what the compiler does, with the kernel and its line, at the second try too."""
+    kernel, constants, match = REFUSED[name]
+    args = [jnp.ones((8, 8))] * (2 if name == "small dot" else 1)
+    call = lambda *args, **more: jtops.triton_call(*args, kernel=kernel, out_type=like((8, 8)), grid=1, **constants, **more)
+    for _ in range(2):
+        with pytest.raises(Exception, match=f"(?s){match}"):
+            call(*args, interpret=True).block_until_ready()
+        with pytest.raises(jtops.errors.KernelCompileError, match=f"kernel {kernel.__name__} does not compile for sm_90"):
+            lowered.kernels(call, *args)
+
+
+def test_what_is_not_reached_may_read_anything():
+    np.testing.assert_array_equal(run(reads_python_kernel, jnp.ones(8), READ=False, out=like((8,))), jnp.ones(8))
+    lowered.kernels(
+        lambda x: jtops.triton_call(x, READ=False, kernel=reads_python_kernel, out_type=like((8,)), grid=1), jnp.ones(8)
+    )
 
 
 def make_kernel(c):

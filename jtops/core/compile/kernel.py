@@ -7,7 +7,7 @@ from typing import Any
 
 from jtops._compat import triton as triton_compat
 from jtops.core import cache
-from jtops.core.compile.content import constant_text, distinct_helpers
+from jtops.core.compile.content import constant_text, distinct_helpers, key_of
 from jtops.core.compile.disk import load_or_compile
 from jtops.core.compile.ptx_text import in_clusters, strip_ptx
 from jtops.core.target import Target
@@ -52,10 +52,7 @@ def compile_kernel(
     for option in ("num_ctas", "cluster_size"):
         if (ctas := dict(options).get(option, 1)) > 1 and not target.has_clusters:
             raise ValueError(f"kernel {kernel.__name__}: {option}={ctas} needs clusters, from sm_90 on; compiling for {target}.")
-    try:
-        content = triton_compat.kernel_key(kernel)
-    except Exception as error:  # Triton reads the source to hash it, and may trip over what it does not know
-        raise _compile_error(kernel, target, "reading its source", error) from error
+    content = key_of(kernel, KernelCompileError, f"does not compile for {target}")
     asked = tuple((p.value if p.type == "constexpr" else p.type, p.name, p.aligned, p.folds) for p in parameters)
     make = lambda: _compile(kernel, bound, parameters, dict(options), target)
     return cache.once(_compiled, (content, asked, options, target), make, lambda: cache.count(memory_hits=1))

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jtops._compat import triton as triton_compat
 from jtops.core.types import NUMPY_TYPES
 
 _GUARD_BYTES = 512  # between any two buffers, so that running off one does not land in the next
@@ -156,6 +157,7 @@ def make_builder(base: Any, state: Any) -> Any:
             super().__init__()
             # Assertions of the kernel count. Integers wrap as they do on GPUs: looking for it would triple the work.
             self.options: Any = base.InterpreterOptions(debug=True, sanitize_overflow=False)
+            self.codegen_fns["min_dot_size"] = triton_compat.min_dot_size
 
         def __getattr__(self, name):
             if not name.startswith(("create_", "get_")):
