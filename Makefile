@@ -15,7 +15,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 endif
 
-.PHONY: help setup demo test test-all test-matrix test-gpu lint format bench lock clean
+.PHONY: help setup demo test test-all test-mutants test-matrix test-gpu lint format bench lock clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 13
@@ -28,6 +28,9 @@ test: lint  ## what CI runs: style, types, import contracts, tests
 
 test-all: lint  ## the same and what takes long
 	$(PY) -m pytest -n $(WORKERS) -p no:benchmark --slow
+
+test-mutants: $(READY)  ## named faults of one line, each of which a test must catch
+	$(PY) -m tests.mutants
 
 test-matrix:  ## what depends on jax and triton, with the oldest and newest of both; makes environments under .venvs (7 GB)
 	@JAX='$(JAX)' TRITON='$(TRITON)' WORKERS=$(WORKERS) ./scripts/test_matrix

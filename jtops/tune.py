@@ -44,6 +44,7 @@ from jtops.kernels._lib.frame.stages import Call, spread
 from jtops.kernels._lib.spec import Case, Input, Spec, with_gradients
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
+SLOWER = 1.02  # of the heuristic's, for `check` to delete an entry
 _ALL = 1 << 20  # PROGRAMS from here on is one for each tile
 _COLD, _RESULTS = 2**28, 2**30  # bytes: of operands that no cache holds; of results that a program may have
 
@@ -272,12 +273,24 @@ def _climb(trial: _Trial, pool: concurrent.futures.Executor, deadline: float) ->
     return Result(problem, "tuned", best, ours, theirs, tuple(dropped))
 
 
+def _again(trial: _Trial, config: Config) -> Result:
+    """An entry's config and the heuristic's, timed once more."""
+    problem, heuristic = trial.task.choice.problem, trial.task.choice.heuristic
+    trial.prepare()
+    if trial.build(config) is not None or not trial.agrees(config):
+        return Result(problem, "heuristic", heuristic)
+    seconds = trial.race([heuristic, config])
+    kept = seconds[config] <= SLOWER * seconds[heuristic]
+    return Result(problem, *(("tuned", config) if kept else ("heuristic", heuristic)), seconds[config], seconds[heuristic])
+
+
 def tune(
     f: Callable[..., Any],
     *args: Any,
     budget: float | None = None,
     write: str | os.PathLike = "user",
     dry_run: bool = False,
+    check: bool = False,
     progress: Callable[[str], None] = print,
 ) -> tuple[Result, ...]:
     """Tune every kernel of the library's ops that ``f(*args)`` launches, on this process' GPU, and write the table.
@@ -295,6 +308,8 @@ def tune(
       budget: seconds for all of it, shared out evenly; None: until nothing improves.
       write: "user" (the user's table for this GPU), "shipped" (the library's own), or the path of a table.
       dry_run: only find the choices; measure and write nothing.
+      check: only measure the entries that the table at `write` has of these choices, and delete those that take more than 102 % of
+        the heuristic's time, do not run or compute something else.
       progress: is called with a line for every choice.
 
     Returns:
@@ -313,12 +328,18 @@ def tune(
             progress(str(result))
         return found
     path = _path(write, str(device.device_kind))
+    entries = tuned.load(path, "").entries if check and path.exists() else {}
+    if check:
+        tasks = [t for t in tasks if (e := entries.get(t.choice.problem)) and e.kernels == t.choice.fingerprint]
     end = math.inf if budget is None else time.monotonic() + budget
     results: list[Result] = []
     with jax.debug_nans(False), concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for left, task in zip(range(len(tasks), 0, -1), tasks, strict=True):
             start = time.monotonic()
-            if task.now.source == "explicit":
+            if check and start < end:
+                result = _again(_Trial(task, device), Config(**entries[task.choice.problem].config))
+                _write(path, device, task, result)
+            elif task.now.source == "explicit":
                 result = Result(task.choice.problem, "explicit", task.now)
             elif start >= end:
                 result = Result(task.choice.problem, "no time", task.choice.heuristic)
@@ -434,6 +455,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--forward", action="store_true", help="not the gradients")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
     parser.add_argument("--write", default="user", help="user (default), shipped, or the path of a table")
+    parser.add_argument("--check", action="store_true", help="measure the table's entries again; delete those that are slower")
     parser.add_argument("--dry-run", action="store_true", help="list the choices")
     options = parser.parse_args(argv)
     try:
@@ -446,7 +468,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             return [f(*given) for (f, _), given in zip(calls, operands, strict=True)]
 
         said = functools.partial(print, flush=True)
-        how = {"budget": options.budget, "write": options.write, "dry_run": options.dry_run, "progress": said}
+        how = {
+            "budget": options.budget,
+            "write": options.write,
+            "dry_run": options.dry_run,
+            "check": options.check,
+            "progress": said,
+        }
         results = tune(everything, *(types for _, types in calls), **how)
     except (JtopsError, ValueError) as error:
         sys.exit(f"{parser.prog}: {error}")

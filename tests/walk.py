@@ -15,7 +15,7 @@ import numpy as np
 from jtops.core.interpret import host_call
 from jtops.core.interpret import run as interpreter
 from jtops.core.interpret.machine import Memory
-from jtops.core.types import Result, array_of, leaves
+from jtops.core.types import Output, array_of, leaves
 
 _APART = 1 << 44  # bytes between buffers: no offset that has wrapped ends in another
 
@@ -92,7 +92,7 @@ class Walked:
 
     def walk(self, *programs: int) -> Hollow:
         """Run these programs; negative ones count from the last."""
-        names = {(isinstance(a, Result), a.index): name for _, name, p in leaves(self.bound) if (a := array_of(p))}
+        names = {(isinstance(a, Output), a.index): name for _, name, p in leaves(self.bound) if (a := array_of(p))}
         memory = Hollow(self.inputs, self.outputs, names)
         chosen = [(p % self.grid[0], 0, 0) for p in programs]
         interpreter._machine().run(self.kernel, self.bound, self.grid, memory, chosen)

@@ -74,7 +74,7 @@ def gpu(monkeypatch):
     """A GPU that is not there, and the list of what was timed on it: the config named in `fastest` wins."""
     trials = types.SimpleNamespace(fastest="BLOCK=128", timed=[], real=timing.measure)
 
-    def measure(calls, avals, device):
+    def measure(calls, avals, device, updated):
         assert device is GPU
         trials.timed.append(list(calls))
         for f in calls.values():
@@ -292,6 +292,48 @@ def test_export_and_import(gpu, tmp_path, monkeypatch):
             settle.import_table(tmp_path / "bad.json")
 
 
+def test_a_hostile_table_adds_nothing(gpu, tmp_path, monkeypatch):
+    """Case 113: a fingerprint becomes part of a file's name."""
+    good = {"format": 1, "kernel": "k", "problem": "p", "fingerprint": "0" * 16, "device": "d", "config": "c", "seconds": {}}
+    (tmp_path / "tuning" / "k").mkdir(parents=True)
+    for fingerprint in ("/../../../x/NAME", "../" * 9, "0" * 15, "0" * 16 + "\n", ""):
+        (tmp_path / "bad.json").write_text(json.dumps({"decisions": [good, good | {"fingerprint": fingerprint}]}))
+        with pytest.raises(ValueError, match="fingerprint must be 16 hexadecimal digits"):
+            settle.import_table(tmp_path / "bad.json")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / "bad.json"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_files_have_the_mode_that_umask_says(mask, mode, tmp_path):
+    """Case 73: a directory of tables is shared."""
+    before = os.umask(mask)
+    try:
+        tuning_table.store({"format": 1, "kernel": "k", "problem": "p", "fingerprint": "0" * 16, "device": "d",
+                            "config": "c", "seconds": {}})  # fmt: skip
+        tuning_table.export_table(tmp_path / "table.json")
+    finally:
+        os.umask(before)
+    paths = [*(tmp_path / "tuning").iterdir(), tmp_path / "table.json"]
+    assert [p.stat().st_mode & 0o777 for p in paths] == [mode, mode]
+
+
+def test_without_a_home(gpu, monkeypatch, caplog):
+    """Case 65: what is found cannot be kept, and is used."""
+    for name in ("JTOPS_TUNING_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(tuning_table.Path, "home", home)
+    assert settled(called, X)[0]["BLOCK"] == 128
+    assert [len(t) for t in gpu.timed] == [3]
+    (said,) = [m for m in caplog.messages if "JTOPS_TUNING_DIR" in m]
+    assert "cannot be written" in said
+    with jtops.config.target("sm_90"):
+        assert jtops.explain(jtops.softmax, X)[0].config == "heuristic"
+
+
 def test_damaged_and_stale_entries(gpu, tmp_path, caplog):
     assert settled(called, X)[0]["BLOCK"] == 128
     (path,) = (tmp_path / "tuning").glob("*.json")
@@ -339,6 +381,29 @@ def test_configs_that_do_not_compile_are_skipped(gpu, caplog):
     assert "config (BLOCK=256, num_ctas=1, num_stages=3, num_warps=4) is skipped: kernel asserting does not compile" in caplog.text
     with jtops.config.tuning("never"):
         assert settled(functools.partial(called, kernel=kernel), X)[0]["BLOCK"] == 64
+
+
+def test_the_interpreter_skips_what_the_compiler_skips():
+    """Case 78f. Where no config compiles, the first is interpreted, which says what is wrong with it."""
+    kernel = triton.autotune([configs[2], configs[0], configs[1]], key=[])(asserting)
+    np.testing.assert_array_equal(called(kernel=kernel, interpret=True), X)
+    np.testing.assert_array_equal(jax.jit(lambda x: called(x, kernel, interpret=True))(X), X)
+    none = triton.autotune([triton.Config({"BLOCK": 256}), triton.Config({"BLOCK": 512})], key=[])(asserting)
+    with pytest.raises(Exception, match="too large"):
+        jax.block_until_ready(called(kernel=none, interpret=True))
+
+
+def test_what_a_heuristic_may_ask_of_an_array():
+    """Case 78g."""
+    rules = lambda f: triton.heuristics({"BLOCK": f})(plain)
+    np.testing.assert_array_equal(called(kernel=rules(lambda a: 64 * a["x_ptr"].is_contiguous()), interpret=True), X * 2)
+    for name, rule in {"data_ptr": lambda a: a["x_ptr"].data_ptr(), "device": lambda a: a["o_ptr"].device}.items():
+        with pytest.raises(jtops.UnsupportedError, match=f"kernel scaled: the heuristic for 'BLOCK' uses '{name}' of an array"):
+            called(kernel=rules(rule), interpret=True)
+    prune = lambda configs, named, **_: [c for c in configs if named["x_ptr"].device]
+    pruned = triton.autotune(configs, key=[], prune_configs_by={"early_config_prune": prune})(plain)
+    with pytest.raises(jtops.UnsupportedError, match="kernel scaled: early_config_prune or perf_model uses 'device'"):
+        called(kernel=pruned, interpret=True)
 
 
 def test_configs_that_do_not_fit_are_skipped(gpu):
@@ -503,10 +568,11 @@ def test_in_place(interpret):
 
 def test_trials_in_place(gpu, monkeypatch):
     """Both ways of changing an array, and zeroed results, in trials that really run: here by the interpreter, on the CPU."""
-    real, function, found = gpu.real, settle._Question.function, []
+    real, function, found, changed = gpu.real, settle._Question.function, [], []
 
-    def measure(calls, avals, device):
-        found.append(real(calls, avals, jax.devices()[0]))
+    def measure(calls, avals, device, updated):
+        changed.append(updated)
+        found.append(real(calls, avals, jax.devices()[0], updated))
         return found[-1]
 
     def interpreted(problem, candidate, **changes):
@@ -531,8 +597,53 @@ def test_trials_in_place(gpu, monkeypatch):
         jax.make_jaxpr(through_a_ref)(x)
         jax.make_jaxpr(lambda x: called(x, ZEROING["config hook"], out_type=jax.ShapeDtypeStruct((1,), jnp.float32)))(x)
     assert [len(f) for f in found] == [2, 2, 3]
+    assert changed == [[0], [0], []]
     assert all(isinstance(seconds, float) for f in found for seconds in f.values())
     np.testing.assert_array_equal(x, jnp.arange(128.0))
+
+
+def test_trials_in_place_share_one_scratch_array():
+    """Case 111: a large array is there once, whatever the number of configs, and each call finds the same values in it."""
+    aval = jax.ShapeDtypeStruct((1 << 16,), jnp.float32)
+    trial = timing.Trial([aval, aval], [1])
+    programs = [trial.program(lambda x, y: ([x], [y * 2]), 1), trial.program(lambda x, y: ([x], [y + y]), 1)]
+    before = None
+    for program in programs * 2:
+        _, (after,) = program()
+        np.testing.assert_array_equal(after, timing.noise(1, aval) * 2)
+        assert before is None or before.is_deleted()
+        before = after
+
+    def fails(x, y):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        trial.program(fails, 1)()
+    np.testing.assert_array_equal(programs[0]()[1][0], timing.noise(1, aval) * 2)  # made anew
+
+
+@triton.jit
+def second_doubled(y_ptr, SCALE: tl.constexpr, x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) * SCALE + 0 * tl.load(y_ptr + i, mask=i < n), mask=i < n)
+
+
+def test_memory_that_does_not_suffice_for_trials(gpu, monkeypatch):
+    """Case 111: the error says what to do. Aliases count the operands in the order of the parameters, however they are given."""
+    changed = []
+
+    def measure(calls, avals, device, updated):
+        changed.append([avals[i].dtype for i in updated])
+        return dict.fromkeys(calls, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
+
+    monkeypatch.setattr(timing, "measure", measure)
+    kernel = triton.autotune(configs, key=["n"])(second_doubled)
+    given = {"grid": 1, "n": 4096, "kernel": kernel, "input_output_aliases": {1: 0}, "SCALE": 2}
+    half = X.astype(jnp.bfloat16)
+    for args, named in (((half,), {"x_ptr": X}), ((), {"x_ptr": X, "y_ptr": half}), ((half, X), {})):
+        with pytest.raises(jtops.errors.JtopsError, match="beside those of the program: tune before they are made"):
+            settled(lambda args=args, named=named: jtops.triton_call(*args, out_type=X, **given, **named))
+    assert changed == [[jnp.float32]] * 3
 
 
 @triton.jit
@@ -699,7 +810,15 @@ def test_importing_touches_no_driver(gpu, tmp_path):
 
 def test_many_writers_of_one_table(tmp_path):
     """Files are whole at every moment."""
-    entry = {"format": 1, "kernel": "k", "problem": "p", "fingerprint": "f", "device": "d", "config": "c" * 5000, "seconds": {}}
+    entry = {
+        "format": 1,
+        "kernel": "k",
+        "problem": "p",
+        "fingerprint": "f" * 16,
+        "device": "d",
+        "config": "c" * 5000,
+        "seconds": {},
+    }
     stop = threading.Event()
 
     def write():
@@ -712,7 +831,7 @@ def test_many_writers_of_one_table(tmp_path):
     tuning_table.store(entry)
     deadline, reads = time.monotonic() + 0.5, 0
     while time.monotonic() < deadline:
-        assert tuning_table.load("k", "p", "f", "d") == entry
+        assert tuning_table.load("k", "p", "f" * 16, "d") == entry
         reads += 1
     stop.set()
     for w in writers:
@@ -724,14 +843,14 @@ def test_many_writers_of_one_table(tmp_path):
 def test_timing_on_any_device(monkeypatch):
     """The measuring itself, on the CPU: order and failures are seen; operands are made to shape and type."""
     avals = [jax.ShapeDtypeStruct((64, 64), d) for d in (jnp.float32, jnp.int32, jnp.bool_, jnp.bfloat16)]
-    floats, integers, bools, _ = timing.operands(avals)
+    floats, integers, bools, _ = (timing.noise(i, aval) for i, aval in enumerate(avals))
     assert 0.9 < float(abs(floats).max()) <= 1
     assert len(np.unique(np.asarray(floats))) > 4000
     assert not integers.any()
     assert bools.all()
     monkeypatch.setattr(timing, "CHAIN", 2)
-    small = lambda x, *_: x + 1
-    large = lambda x, *_: jax.lax.fori_loop(0, 100, lambda _, y: y @ x, x)
+    small = lambda x, *_: (x + 1, [])
+    large = lambda x, *_: (jax.lax.fori_loop(0, 100, lambda _, y: y @ x, x), [])
     found = timing.measure({"large": large, "small": small}, avals, jax.devices()[0])
     assert 0 < found["small"] < found["large"]
 

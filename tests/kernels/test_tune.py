@@ -59,8 +59,11 @@ def test_calls_without_a_kernel_have_no_choice():
 
 def test_several_choices_of_a_stage():
     q = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
-    names = ["flash_attention out", "flash_attention vjp_dkdv", "flash_attention vjp_dq"]
-    assert found(jax.grad(lambda q, k, v: jtops.flash_attention(q, k, v).sum().astype("float32"), (0, 1, 2)), q, q, q) == names
+    attention = jax.grad(lambda q, k, v: jtops.flash_attention(q, k, v).sum().astype("float32"), (0, 1, 2))
+    names = [f"flash_attention portable.{name}" for name in ("out", "vjp_dkdv", "vjp_dq")]
+    assert found(attention, q, q, q) == names
+    q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)  # Hopper's backward has no other tiles
+    assert found(attention, q, q, q) == ["flash_attention hopper.out"]
     w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     loss = lambda a, b: jtops.matmul(a, b, activation="relu").sum().astype("float32")
     assert found(jax.grad(loss, (0, 1)), w, w) == ["matmul fwd", "matmul vjp_da", "matmul vjp_db"]
@@ -163,6 +166,24 @@ def test_small_gains_are_not_written(gpu, tmp_path):
     assert (result.said, result.config.source) == ("heuristic", "heuristic")
     assert (result.seconds, result.heuristic_seconds) == pytest.approx((100e-6, 100e-6))
     assert not (tmp_path / "tuning" / TABLE).exists()
+
+
+def test_entries_are_checked_and_the_slower_are_deleted(gpu, tmp_path):
+    """No other config is tried; what is up to 2 % slower than the heuristic's stays, with its times of now."""
+    path, quiet = tmp_path / "table.json", {"progress": lambda _: None}
+    assert tune.tune(f, X, write=path, check=True, **quiet) == ()  # there is no table
+    gpu.cost = lambda c: 50 if c["BLOCK_M"] == 8 else 100
+    (found,) = tune.tune(f, X, write=path, **quiet)
+    assert found.config["BLOCK_M"] == 8
+    gpu.raced.clear()
+    gpu.cost = lambda c: 101.9 if c["BLOCK_M"] == 8 else 100
+    (kept,) = tune.tune(f, X, write=path, check=True, **quiet)
+    assert (kept.said, kept.config, len(gpu.raced[0])) == ("tuned", found.config, 2)
+    assert [e.seconds for e in tuned.load(path, "").entries.values()] == pytest.approx([101.9e-6])
+    gpu.cost = lambda c: 102.1 if c["BLOCK_M"] == 8 else 100
+    (gone,) = tune.tune(f, X, write=path, check=True, **quiet)
+    assert gone.said == "heuristic"
+    assert not tuned.load(path, "").entries
 
 
 def test_a_config_that_computes_something_else_is_dropped(gpu):
@@ -276,7 +297,7 @@ def test_command(capsys):
     with jtops.config.target("sm_90"):
         tune.main(["rms_norm", "--shape", "512x384", "16x8x384,384", "--dtype", "float16", "float32", "--dry-run"])
         told = capsys.readouterr().out
-        assert told.count("rms_norm fwd float16,-,float16,- r=512 n=384 each=False,False") == 1
+        assert told.count("rms_norm fwd float16,-,float16,-,-,-,-,- n=384 CENTRED=False UNIT=1 r=512") == 1
         assert told.count("rms_norm vjp float32") == 2
         tune.main(["add", "softmax", "--case", "row", "8192x4096", "--forward", "--dry-run"])
         assert "vjp" not in capsys.readouterr().out
@@ -309,7 +330,7 @@ def test_tune_on_the_gpu(tmp_path):
     assert result.said in ("tuned", "heuristic")
     assert 0 < result.seconds <= result.heuristic_seconds < 1e-3
     assert result.dropped == ()
-    assert len(tuned.load(path, "").entries) == (result.said == "tuned")
+    assert len(tuned.load(path, "").entries if path.exists() else ()) == (result.said == "tuned")  # a race may go either way
     slow = Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=16, num_warps=1)
     device = target.present()
     (task,) = tune._tasks(jtops.softmax, (x,), "cuda")

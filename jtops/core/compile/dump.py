@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jtops.core.compile.kernel import CompiledKernel
+from jtops.core.files import written_whole
 from jtops.core.types import Parameter
 
 _TEXTS = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
@@ -45,11 +46,8 @@ def _write(folder: Path, call, parameters, compiled: CompiledKernel) -> None:
     files["config"] = "".join(
         [f"kernel: {call.kernel.__name__}\ntarget: {compiled.target}\nparameters:\n", *said, "options:\n", *options]
     )
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        part = folder / f".{name}.{os.getpid()}"  # another process may be writing the same
-        part.write_bytes(content if isinstance(content, bytes) else content.encode())
-        os.replace(part, folder / name)
+        written_whole(folder / name, content)  # another process may be writing the same
 
 
 def _print(folder: Path, compiled: CompiledKernel) -> None:

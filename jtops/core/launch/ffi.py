@@ -3,13 +3,14 @@
 import functools
 import hashlib
 import itertools
-import os
 import tempfile
 import zlib
+from pathlib import Path
 
 from jtops._compat import jax as jax_compat
 from jtops.core.compile.kernel import CompiledKernel
 from jtops.core.descriptor import launch_parameters
+from jtops.core.files import written_whole
 from jtops.core.types import Descriptor, Operand, Output, Parameter, Scalar
 
 TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA graphs
@@ -67,10 +68,7 @@ def _hsaco_directory() -> tempfile.TemporaryDirectory:
 
 def hsaco_file(image) -> str:
     """jaxlib takes an HSACO by file name; the name is its content's hash."""
-    path = os.path.join(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
-    if not os.path.exists(path):
-        part = f"{path}.{os.getpid()}"
-        with open(part, "wb") as f:
-            f.write(image)
-        os.replace(part, path)
-    return path
+    path = Path(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
+    if not path.exists():
+        written_whole(path, bytes(image))
+    return str(path)

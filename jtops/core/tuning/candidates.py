@@ -1,10 +1,11 @@
 """What ``@triton.autotune`` and ``@triton.heuristics`` say about a call, as a list of candidates. No timing, no compiling."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +39,10 @@ class ArrayArgument:
         """Row-major strides in elements, of `axis` or all."""
         strides = strides_from_shape(self.shape)
         return strides if axis is None else strides[axis]
+
+    def is_contiguous(self) -> bool:
+        """Always: JAX's arrays are row-major for a kernel."""
+        return True
 
     def zero_(self) -> "ArrayArgument":
         """Ask for zeros in this array when the kernel starts."""
@@ -141,7 +146,8 @@ class Plan:
                 continue  # the caller's word is the last
             view = self._view(dataclasses.replace(candidate, values=values, options=options))
             try:
-                value = rule(view)
+                with self._blamed(f"the heuristic for {name!r}", "look at shape, dtype and strides"):
+                    value = rule(view)
             except KeyError as error:
                 raise KeyError(
                     f"kernel {self.function.__name__}: the heuristic for {name!r} asks for {error}, but is given "
@@ -162,7 +168,24 @@ class Plan:
         configs = self._pruned(layer, configs, candidate)
         return [self._hooked(layer, c, candidate) for c in configs]
 
+    @contextlib.contextmanager
+    def _blamed(self, who: str, may: str) -> Iterator[None]:
+        """An array has no address and no device while a call is traced: who asks for such a thing is told what there is."""
+        try:
+            yield
+        except AttributeError as error:
+            if not isinstance(error.obj, ArrayArgument):
+                raise
+            raise UnsupportedError(
+                f"kernel {self.function.__name__}: {who} uses {error.name!r} of an array, which has none while a call is traced; "
+                f"here it may {may}."
+            ) from error
+
     def _pruned(self, layer, configs: list, candidate: Candidate) -> list:
+        with self._blamed("early_config_prune or perf_model", "look at shape, dtype and strides"):
+            return self._pruned_by(layer, configs, candidate)
+
+    def _pruned_by(self, layer, configs: list, candidate: Candidate) -> list:
         view = self._view(candidate)
         keywords = {n: dict(view)[n] for n in [*self.given, *candidate.values] if n not in self.slots}
         if layer.early_config_prune:
@@ -209,15 +232,8 @@ class Plan:
         """Run a pre_hook on stand-ins of the arrays and copies of the descriptors; -> the arrays it zeroed."""
         view = self._view(candidate)
         view.update(mutable)
-        try:
+        with self._blamed("its pre_hook", "look at shape and dtype, call zero_(), and change the block shapes of descriptors"):
             hook(view, **keywords)
-        except AttributeError as error:
-            if not isinstance(error.obj, ArrayArgument):
-                raise
-            raise UnsupportedError(
-                f"kernel {self.function.__name__}: its pre_hook uses {error.name!r} of an array; here it may look at shape and "
-                "dtype, call zero_(), and change the block shapes of descriptors."
-            ) from error
         return frozenset(n for n, v in view.items() if isinstance(v, ArrayArgument) and v.zeroed)
 
 

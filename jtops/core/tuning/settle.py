@@ -75,8 +75,10 @@ def launch(request: Request) -> Any:
     filled = {stride for _, stride in getattr(request.vmap_method, "strides", ())}  # parameters that vmap sets
     outs = [leaf for _, leaf in _outputs(request)]
     plan = Plan(request.kernel, request.args, request.kwargs, given | options, outs, filled)
-    only = len(plan.candidates) == 1 or request.interpreted()
-    return plain.launch(_chosen(plan, plan.candidates[0] if only else _settled(_Question(plan, request)), request))
+    if len(plan.candidates) == 1:
+        return plain.launch(_chosen(plan, plan.candidates[0], request))
+    answer = _interpretable if request.interpreted() else _settled
+    return plain.launch(_chosen(plan, answer(_Question(plan, request)), request))
 
 
 def _outputs(request: Request) -> list[tuple[int, Any]]:
@@ -141,14 +143,21 @@ class _Question:
     def device_kind(self) -> str | None:
         return str(self.device.device_kind) if self.device is not None and self.local else None
 
-    def function(self, candidate: Candidate, **changes) -> tuple[Callable, list]:
-        """A candidate as a function of its arrays alone, and their types."""
+    def function(self, candidate: Candidate, **changes) -> tuple[Callable, list, list[int]]:
+        """A candidate as a function of its arrays alone, their types, and the numbers of those that it changes in place.
+
+        It returns the results that are no such array, and what those arrays hold afterwards.
+        """
         changes = {"interpret": False} | changes  # the worker does not see the caller's settings
         request = _chosen(self.plan, candidate, dataclasses.replace(self.request, **changes))
         leaves, tree = jax.tree.flatten((request.args, request.kwargs))
         where = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
         avals = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in where]
         refs = {i for i in where if isinstance(leaves[i], jax.Ref)}
+        owners = self._owners(request)
+        operands = sorted(range(len(where)), key=lambda n: owners[where[n]])  # as `input_output_aliases` counts them
+        aliased = {operands[i]: out for i, out in (request.input_output_aliases or {}).items() if i < len(operands)}
+        updated = [n for n, i in enumerate(where) if n in aliased or i in refs]
         fixed = [None if i in where else leaf for i, leaf in enumerate(leaves)]  # no tracer may leak into another thread
 
         def run(*arrays):
@@ -157,9 +166,18 @@ class _Question:
                 made[i] = jax.new_ref(array) if i in refs else array
             args, kwargs = tree.unflatten(made)
             results = plain.launch(dataclasses.replace(request, args=args, kwargs=kwargs))
-            return results, [made[i][...] for i in sorted(refs)]
+            results = jax.tree.leaves(results)
+            after = [made[where[n]][...] if where[n] in refs else results[aliased[n]] for n in updated]
+            return [r for out, r in enumerate(results) if out not in aliased.values()], after
 
-        return run, avals
+        return run, avals, updated
+
+    def _owners(self, request: Request) -> list[int]:
+        """Per leaf of the arguments, the number of its parameter."""
+        order = {name: i for i, name in enumerate(self.plan.params)}
+        slots = [name for name in self.plan.params if name not in request.kwargs]
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((request.args, request.kwargs))[0]]
+        return [order.get(slots[where.idx] if part.idx == 0 else where.key, len(order)) for part, where, *_ in paths]
 
     @contextlib.contextmanager
     def context(self):
@@ -169,7 +187,7 @@ class _Question:
 
     def compile(self, label: str) -> KernelCompileError | None:
         """Compile one candidate; what is wrong with it, if it does not compile or does not fit."""
-        run, avals = self.function(self.labels[label])
+        run, avals, _ = self.function(self.labels[label])
         assert self.target is not None
         try:
             with self.context():
@@ -211,7 +229,8 @@ class _Question:
         def work():
             functions = {label: self.function(self.labels[label], has_side_effect=True) for label in labels}
             with self.context():
-                return timing.measure({k: f for k, (f, _) in functions.items()}, functions[labels[0]][1], self.device)
+                _, avals, updated = functions[labels[0]]
+                return timing.measure({k: f for k, (f, *_) in functions.items()}, avals, self.device, updated)
 
         with _timing:
             found = _apart(work)
@@ -219,9 +238,16 @@ class _Question:
         for label, error in failed.items():
             log.warning("kernel %s: config (%s) is skipped, it does not run: %s", self.kernel, label, error)
         if len(failed) == len(labels):
+            full = any("RESOURCE_EXHAUSTED" in str(error) for error in failed.values())
             raise JtopsError(
                 f"kernel {self.kernel}: no config ran while tuning, on arrays made for it. The first said: {failed[labels[0]]}. "
-                'Give the config by keyword, or set jtops.config.tuning("never").'
+                + (
+                    "The GPU must hold these arrays beside those of the program: tune before they are made, by lowering it "
+                    "with jax.ShapeDtypeStruct; what is found is remembered. "
+                    if full
+                    else ""
+                )
+                + 'Give the config by keyword, or set jtops.config.tuning("never").'
             ) from failed[labels[0]]
         return {k: v for k, v in found.items() if k not in failed}
 
@@ -259,6 +285,24 @@ def _settled(question: _Question) -> Candidate:
     policy = config.tuning.value or "cached"
     key = (question.kernel, question.text, question.fingerprint, question.device_kind, policy)
     return question.labels[cache.once(_decisions, key, lambda: _decide(question, policy)).config]
+
+
+_interpreted: dict[Any, concurrent.futures.Future] = cache.store({})
+
+
+def _interpretable(question: _Question) -> Candidate:
+    """What a machine without a GPU takes: the first candidate that compiles. Where none does, the first, which says why."""
+    question.target = target.assumed(question.target)
+
+    def valid(label: str) -> bool:
+        try:
+            return _apart(question.compile, label) is None
+        except UnsupportedError:  # by the compiler, which is not asked to run anything here
+            return False
+
+    labels = list(question.labels)
+    first = lambda: next(filter(valid, labels), labels[0])
+    return question.labels[cache.once(_interpreted, (question.kernel, question.text, question.fingerprint), first)]
 
 
 def _decide(question: _Question, policy: str) -> Decision:

@@ -9,9 +9,10 @@ import json
 import logging
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from jtops.core.files import written_whole
 
 FORMAT = 1
 log = logging.getLogger("jtops.tuning")
@@ -21,7 +22,11 @@ def directory() -> Path:
     """Where this process reads and writes decisions."""
     if named := os.environ.get("JTOPS_TUNING_DIR"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jtops" / "tuning"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # there is no home: nothing is found in a place that is no directory, and writing there says what to do
+        cache = Path(os.devnull)
+    return cache / "jtops" / "tuning"
 
 
 def digest(text: str) -> str:
@@ -46,21 +51,24 @@ def _checked(entry: Any) -> dict[str, Any]:
         raise ValueError(f"not a decision of format {FORMAT}: {entry!r:.100}")
     if wrong := [k for k, kind in _FIELDS.items() if not isinstance(entry.get(k), kind)]:
         raise ValueError(f"a decision lacks {', '.join(wrong)}: {entry!r:.100}")
+    if not re.fullmatch("[0-9a-f]{16}", entry["fingerprint"]):  # it becomes part of a file's name
+        raise ValueError(f"a decision's fingerprint must be 16 hexadecimal digits; got {entry['fingerprint']!r:.100}")
     return entry
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return _checked(json.loads(path.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:  # damaged: as if it were not there, and written anew after the next tuning
-        _say_once(f"{path} is ignored: {error}")
+        say_once(f"{path} is ignored: {error}")
         return None
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Warn, unless this process has said so before."""
     log.warning("%s", text)
 
 
@@ -73,7 +81,7 @@ def load(kernel: str, problem: str, fingerprint: str, device: str | None) -> dic
     if found is None and any(
         entry["fingerprint"] != fingerprint for entry in map(_read, directory().glob(f"{stem}-*.json")) if entry
     ):
-        _say_once(f"kernel {kernel} has changed since it was tuned: the table's entry is ignored.")
+        say_once(f"kernel {kernel} has changed since it was tuned: the table's entry is ignored.")
     return found
 
 
@@ -81,12 +89,9 @@ def store(entry: dict[str, Any]) -> None:
     """Write a decision: whole or not at all, whatever else writes at the same time."""
     path = _path(_checked(entry))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-            json.dump(entry, part, indent=1, sort_keys=True)
-        os.replace(part.name, path)
+        written_whole(path, json.dumps(entry, indent=1, sort_keys=True))
     except OSError as error:
-        _say_once(
+        say_once(
             f"{path.parent} cannot be written, so what tuning finds is lost when this process ends: {error}. Set JTOPS_TUNING_DIR."
         )
 
@@ -94,7 +99,7 @@ def store(entry: dict[str, Any]) -> None:
 def export_table(path: str | os.PathLike) -> int:
     """Write every decision of the table into one JSON file; returns how many."""
     entries = [entry for file in sorted(directory().glob("*.json")) if (entry := _read(file))]
-    Path(path).write_text(json.dumps({"format": FORMAT, "decisions": entries}, indent=1, sort_keys=True) + "\n")
+    written_whole(Path(path), json.dumps({"format": FORMAT, "decisions": entries}, indent=1, sort_keys=True) + "\n")
     return len(entries)
 
 

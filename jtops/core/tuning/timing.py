@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,31 +14,50 @@ ROUNDS, ROUND_SECONDS, CHAIN = 7, 2e-3, 16
 GIVE_UP = 2.0  # times the fastest: slower ones are not measured further
 
 
-def operands(avals) -> list[jax.Array]:
-    """Arrays to time with, noise for floats, True for bools, and 0 for integers, which may be indices."""
-
-    def make(i, aval):
-        if aval.dtype == np.bool_:
-            return jnp.ones(aval.shape, aval.dtype)
-        if jnp.issubdtype(aval.dtype, jnp.floating):
-            index = jax.lax.iota(jnp.uint32, aval.size).reshape(aval.shape)
-            return jnp.sin((index % 2**20 + i).astype(jnp.float32) * 78.233).astype(aval.dtype)
-        return jnp.zeros(aval.shape, aval.dtype)
-
-    return [jax.jit(make, static_argnums=(0, 1))(i, aval) for i, aval in enumerate(avals)]
+def noise(number: int, aval) -> jax.Array:
+    """An array to time with: noise for floats, True for bools, and 0 for integers, which may be indices."""
+    if aval.dtype == np.bool_:
+        return jnp.ones(aval.shape, aval.dtype)
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        index = jax.lax.iota(jnp.uint32, aval.size).reshape(aval.shape)
+        return jnp.sin((index % 2**20 + number).astype(jnp.float32) * 78.233).astype(aval.dtype)
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _chain(call: Callable, length: int) -> Callable:
-    """`call` `length` times in one program, one after the other: the host's part of a launch hides behind the device's."""
+class Trial:
+    """Arrays that all candidates of a choice are timed on, made once.
 
-    def run(*arrays):
-        results = call(*arrays)
-        for _ in range(length - 1):
-            arrays, results = jax.lax.optimization_barrier((arrays, results))
-            results = call(*arrays)
-        return results
+    An array that the calls change in place is filled anew before every call, inside the program and in one buffer that each run
+    hands to the next: the candidates see the same values, and no array is there twice.
+    """
 
-    return jax.jit(run)
+    def __init__(self, avals, updated: Sequence[int] = ()):
+        self.avals, self.updated = list(avals), tuple(updated)
+        self.kept = {i: jax.jit(noise, static_argnums=(0, 1))(i, aval) for i, aval in enumerate(avals) if i not in updated}
+        self.scratch: list[jax.Array] | None = None
+
+    def program(self, call: Callable, length: int) -> Callable[[], Any]:
+        """`call` `length` times in one program, one after the other: the host's part of a launch hides behind the device's."""
+
+        def run(scratch, kept):
+            results = None
+            for _ in range(length):
+                kept, _ = jax.lax.optimization_barrier((kept, (results, scratch)))
+                arrays = [noise(i, aval) if i in self.updated else kept[i] for i, aval in enumerate(self.avals)]
+                results, scratch = call(*arrays)
+            return results, scratch
+
+        compiled = jax.jit(run, donate_argnums=0, keep_unused=True)
+
+        def once():
+            scratch, self.scratch = self.scratch, None  # lost if the program fails
+            results, self.scratch = compiled(self._scratch() if scratch is None else scratch, self.kept)
+            return results, self.scratch
+
+        return once
+
+    def _scratch(self) -> list[jax.Array]:
+        return [jnp.zeros(self.avals[i].shape, self.avals[i].dtype) for i in self.updated]
 
 
 def seconds(program: Callable, arrays: list, times: int) -> float:
@@ -50,32 +69,34 @@ def seconds(program: Callable, arrays: list, times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def measure(calls: Mapping[str, Callable], avals, device: Any) -> dict[str, float | Exception]:
+def measure(calls: Mapping[str, Callable], avals, device: Any, updated: Sequence[int] = ()) -> dict[str, float | Exception]:
     """Seconds that one call takes on `device`, by name; the error of a call that fails to run.
 
     Args:
-      calls: functions of arrays, each one launch that is never optimised away (``has_side_effect``).
+      calls: functions of arrays, each one launch that is never optimised away (``has_side_effect``); they return its results, and
+        the list of what `updated` arrays hold afterwards.
       avals: shape and dtype of those arrays.
       device: where to run.
+      updated: the numbers of arrays that the launch changes in place.
     """
-    with jax.default_device(device):
-        return _measure(calls, operands(avals))
-
-
-def _measure(calls: Mapping[str, Callable], arrays: list) -> dict[str, float | Exception]:
     found: dict[str, float | Exception] = {}
     programs: dict[str, tuple[Callable, int]] = {}
-    for name, call in calls.items():
-        single = _chain(call, 1)
+    with jax.default_device(device):
         try:
-            jax.block_until_ready(single(*arrays))  # compiled, loaded, and known to run
-            alone = min(seconds(single, arrays, 1) for _ in range(2))
-            program, length = (single, 1) if alone > ROUND_SECONDS / 4 else (_chain(call, CHAIN), CHAIN)
-            jax.block_until_ready(program(*arrays))
-            programs[name] = program, length
+            trial = Trial(avals, updated)
         except jax.errors.JaxRuntimeError as error:
-            found[name] = error
-    return found | race(programs, arrays)
+            return dict.fromkeys(calls, error)
+        for name, call in calls.items():
+            single = trial.program(call, 1)
+            try:
+                jax.block_until_ready(single())  # compiled, loaded, and known to run
+                alone = min(seconds(single, [], 1) for _ in range(2))
+                program, length = (single, 1) if alone > ROUND_SECONDS / 4 else (trial.program(call, CHAIN), CHAIN)
+                jax.block_until_ready(program())
+                programs[name] = program, length
+            except jax.errors.JaxRuntimeError as error:
+                found[name] = error
+        return found | race(programs, [])
 
 
 def race(programs: Mapping[str, tuple[Callable, int]], arrays: list) -> dict[str, float]:

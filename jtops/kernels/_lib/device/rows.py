@@ -5,9 +5,9 @@ from jtops._compat.triton import tl, triton
 
 @triton.jit
 def row(b, rows):
-    """The row of an operand that serves row b of the call; `rows` is the operand's `Rows`."""
+    """The row of an operand that serves row b of the call; `rows` is the operand's `Rows`. For Gluon, too."""
     # Counts past 2^31 would be unsigned beside b, which `//` refuses.
-    return b // tl.full((), rows.inner, b.dtype) % tl.full((), rows.own, b.dtype)
+    return b // tl.cast(rows.inner, b.dtype) % tl.cast(rows.own, b.dtype)
 
 
 @triton.jit

@@ -12,10 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,13 +27,14 @@ except ImportError:  # Windows, where there is nothing to tune
 from jtops._compat import triton as triton_compat
 from jtops.core import cache, notes
 from jtops.core.compile.content import content
+from jtops.core.files import written_whole
 from jtops.core.tuning import table as tuning_table
+from jtops.core.tuning.table import say_once
 from jtops.errors import JtopsError
 from jtops.kernels._lib.frame.config import Config
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "tuned"
-log = logging.getLogger("jtops.tuning")
 _local = threading.local()
 
 
@@ -160,7 +159,7 @@ def lookup(choice: Choice) -> Config | None:
         if entry.kernels == choice.fingerprint:
             return _config(table, entry, choice.heuristic)
         op = choice.problem.op
-        _say_once(f"{table.path}: {op} has changed since it was tuned; entries are ignored until `python -m jtops.tune {op}`.")
+        say_once(f"{table.path}: {op} has changed since it was tuned; entries are ignored until `python -m jtops.tune {op}`.")
     return None
 
 
@@ -208,7 +207,7 @@ def _read(path: Path, source: str) -> Table | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _say_once(f"{path} is ignored: {error}")
+        say_once(f"{path} is ignored: {error}")
         return None
 
 
@@ -218,11 +217,11 @@ def _parse(path: Path, source: str) -> Table | None:
     except (ValueError, KeyError, TypeError) as error:
         if source == "shipped":
             raise JtopsError(f"{path} is damaged: {error!r}. Install jtops anew.") from error
-        _say_once(f"{path} is ignored, as if it were not there, and written anew by the next tuning: {error!r}")
+        say_once(f"{path} is ignored, as if it were not there, and written anew by the next tuning: {error!r}")
         return None
     # What another Triton makes of a config may not fit. Shipped tables are tested with every Triton that jtops supports.
     if source == "user" and _minor(table.triton) != _minor(triton_compat.triton.__version__):
-        _say_once(f"{path} is ignored: it is of Triton {table.triton}, this is {triton_compat.triton.__version__}. Tune again.")
+        say_once(f"{path} is ignored: it is of Triton {table.triton}, this is {triton_compat.triton.__version__}. Tune again.")
         return None
     return table
 
@@ -260,10 +259,7 @@ def store(path: Path, device: str, target: str, entries: Sequence[Entry], droppe
             else {}
         )
         kept = {p: e for p, e in kept.items() if p not in dropped} | {e.problem: e for e in entries}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-            part.write(_text(device, target, [kept[p] for p in sorted(kept)]))
-        os.chmod(part.name, 0o644)
-        os.replace(part.name, path)
+        written_whole(path, _text(device, target, [kept[p] for p in sorted(kept)]))
 
 
 @contextlib.contextmanager
@@ -288,8 +284,3 @@ def _text(device: str, target: str, entries: Sequence[Entry]) -> str:
         for e in entries
     )
     return f'{json.dumps(head)[:-1]}, "entries": [\n{lines}\n]}}\n'
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.warning("%s", text)

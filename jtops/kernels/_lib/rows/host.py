@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How programs share each long row: `splits` parts of `blocks` blocks. `index_type` as below."""
+    """How programs share each long row: in `splits` parts of `blocks` blocks. `index_type` is that function of its length."""
 
     splits: int
     blocks: int
