@@ -17,6 +17,7 @@ try:
     from jax._src import core, dispatch, distributed, effects
     from jax._src.callback import emit_python_callback
     from jax._src.interpreters import partial_eval
+    from jax._src.lax import lax as lax_internal
     from jax._src.interpreters.mlir import full_like_aval
     from jax._src.lib import gpu_triton
     from jax._src.state.discharge import register_discharge_rule
@@ -47,6 +48,7 @@ __all__ = [
     "symbolic_zero",
     "vary_together",
     "varying_axes",
+    "weakly_typed",
     "with_settings",
     "zeros",
 ]
@@ -124,6 +126,11 @@ def shaped_array(shape, dtype, varying: frozenset[str] = frozenset(), sharding: 
     if sharding is None:
         sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec())
     return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying))
+
+
+def weakly_typed(x):
+    """`x` as the result of arithmetic on Python's numbers: its dtype gives way to another operand's."""
+    return lax_internal._convert_element_type(x, weak_type=True)
 
 
 def symbolic_zero(x):

@@ -18,9 +18,8 @@ def key_of(kernel, error_class: type[Exception], what: str) -> str:
         offset = next((i for i, text in enumerate(kernel.raw_src) if calls.search(text)), None)
         at = f"{inspect.getsourcefile(kernel.fn)}:{kernel.starting_line_number + (offset or 0)}"
         source = "" if offset is None else f"\n    {kernel.raw_src[offset].strip()}"
-        raise error_class(
-            f"kernel {kernel.__name__} {what}; stage: reading its source; at {at}{source}\nTriton says: {error}"
-        ) from error
+        said = f"stage: reading its source; at {at}{source}\nTriton says: {error}"
+        raise error_class(f"kernel {kernel.__name__} {what}; {said}") from error
 
 
 def constant_text(value) -> str:

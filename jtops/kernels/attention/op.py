@@ -145,11 +145,11 @@ def flash_attention(
     q_ids, kv_ids = _segments(segment_ids, sizes, batch)
     lengths = [_integers(name, x, "...", sizes, batch) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     left, right = _window(window, sizes["s"] + sizes["t"])
-    if causal not in (False, True, "top_left", "bottom_right"):
+    if not isinstance(causal, bool | np.bool_ | str) or causal not in (False, True, "top_left", "bottom_right"):
         raise ValueError(f'{_OP}: causal must be False, True, "top_left" or "bottom_right"; got {causal!r}.')
     if causal:
         right = 0 if right is None else min(right, 0)
-    out, lse = _attention(
+    out, *lse = _attention(
         q,
         k,
         v,
@@ -158,6 +158,7 @@ def flash_attention(
         *lengths,
         implementation=implementation,
         config=config,
+        results=2 if return_lse else 1,  # of a row that sees nothing lse is -inf, which jax_debug_infs would find
         scale=1 / math.sqrt(max(sizes["d"], 1)) if scale is None else checks.static_float(_OP, "scale", scale),
         precision=_precision(q, precision),
         deterministic=_deterministic(deterministic),
@@ -166,7 +167,7 @@ def flash_attention(
         right=right,
         align="bottom_right" if causal == "bottom_right" else None,
     )
-    return (out, lse) if return_lse else out
+    return (out, *lse) if return_lse else out
 
 
 def _precision(q, asked) -> str:
