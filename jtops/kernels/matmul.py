@@ -101,7 +101,7 @@ def _backward(launch: Launch, x, saved, cotangents):
 
 
 def _reference(a, b, bias, residual, *, activation, precision, dtype):
-    wide = precisions.accumulator(jnp.promote_types(a.dtype, dtype))
+    wide = precisions.accumulator(a.dtype, dtype)
     z = jnp.matmul(a, b, precision=precisions.lax_precision(precision), preferred_element_type=wide)
     y, z = (x.astype(dtype) for x in _plain_epilogue(z, bias, residual, activation))
     return (y,) if activation is None else (y, z)
