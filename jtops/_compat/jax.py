@@ -17,8 +17,8 @@ try:
     from jax._src import core, dispatch, distributed, effects
     from jax._src.callback import emit_python_callback
     from jax._src.interpreters import partial_eval
-    from jax._src.lax import lax as lax_internal
     from jax._src.interpreters.mlir import full_like_aval
+    from jax._src.lax import lax as lax_internal
     from jax._src.lib import gpu_triton
     from jax._src.state.discharge import register_discharge_rule
     from jax._src.state.types import AbstractRef, ReadEffect, TransformedRef, WriteEffect

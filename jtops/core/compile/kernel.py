@@ -11,7 +11,7 @@ from jtops.core.compile.content import constant_text, distinct_helpers, key_of
 from jtops.core.compile.disk import load_or_compile
 from jtops.core.compile.ptx_text import in_clusters, strip_ptx
 from jtops.core.target import Target
-from jtops.core.types import Bound, Constexpr, Items, Parameter
+from jtops.core.types import Bound, Constexpr, Items, Parameter, Scalar, told
 from jtops.errors import KernelCompileError
 
 MAX_TENSOR_MEMORY = 512  # columns, of Blackwell's tensor memory (PTX ISA, tcgen05)
@@ -74,7 +74,7 @@ def _compile(kernel, bound, parameters, options, target) -> CompiledKernel:
         except triton_compat.CompilationError as error:
             first = first or error
     else:
-        raise _compile_error(kernel, target, "front end (Python to Triton IR)", first) from first
+        raise _compile_error(kernel, target, "front end (Python to Triton IR)", first, parameters) from first
     constants = {p.name: p.value.value for p in parameters if isinstance(p.value, Constexpr)}
     meta = compiled.metadata
     if meta.shared > target.max_shared_bytes:
@@ -132,7 +132,13 @@ def _run_triton(kernel, bound, parameters, folded, options, target):
         raise _compile_error(kernel, target, stage, error) from error
 
 
-def _compile_error(kernel, target, stage, error) -> KernelCompileError:
+def _told(parameter: Parameter) -> str:
+    if isinstance(parameter.value, Constexpr):
+        return f"{parameter.value.value!r} (constexpr)"
+    return f"{parameter.value.value!r} ({parameter.type})" if isinstance(parameter.value, Scalar) else parameter.type
+
+
+def _compile_error(kernel, target, stage, error, parameters=()) -> KernelCompileError:
     file, first = inspect.getsourcefile(kernel.fn), kernel.starting_line_number
     line = getattr(getattr(error, "node", None), "lineno", None)
     where, source = f"{file}:{first}", ""
@@ -146,4 +152,5 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
         said += " (its reason, with the kernel's line, is on stderr)"
     return KernelCompileError(
         f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
+        + (f"\n{told((p.name, _told(p)) for p in parameters)}" if parameters else "")
     )

@@ -191,6 +191,14 @@ def make_builder(base: Any, state: Any) -> Any:
                 found[at] = state.memory.update(ptr.data[at].reshape(1), new[at].reshape(1), every, swap)[0]
             return handle(found, cmp.dtype.scalar)
 
+        def create_descriptor_load(self, desc, *args):
+            out = super().create_descriptor_load(desc, *args)
+            if getattr(desc, "round_f32_to_tf32", False):  # 13 bits less of the fraction
+                bits = np.ascontiguousarray(out.data).view(np.uint32)
+                near = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+                out.data = np.where(np.isfinite(out.data), near.view(np.float32), out.data)
+            return out
+
         def create_descriptor_reduce(self, kind, desc, value, indices):
             ptrs, mask = desc.materialize_pointers(indices)
             self.atomic(_CHANGES[kind.name], ptrs, value, mask)

@@ -36,9 +36,10 @@ from jtops.core.types import (
     Scalar,
     array_of,
     leaves,
+    told,
     triton_type,
 )
-from jtops.errors import InterpreterError, UnsupportedError
+from jtops.errors import InterpreterError
 
 
 def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, aliases=(), zeroed=()) -> None:
@@ -47,8 +48,6 @@ def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, alias
     `aliases` are pairs (input, output): that output starts as a copy of that input, and the kernel writes through its parameter.
     Outputs in `zeroed` start as zeros.
     """
-    if triton_compat.is_gluon(kernel):
-        raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
     names = {(isinstance(a, Output), a.index): name for _, name, p in leaves(bound) if (a := array_of(p))}
     memory = Memory(inputs, outputs, names, aliases, zeroed)
     _machine().run(kernel, bound, grid, memory)
@@ -154,7 +153,9 @@ class _Machine(Language):
                 sizes = [value(Scalar(n, "i32")) for n in param.shape]
                 strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
                 block = [tl.constexpr(b) for b in param.block_shape]
-                return self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
+                made = self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
+                made.handle.round_f32_to_tf32 = param.round_f32_to_tf32
+                return made
             if isinstance(param, Operand | Output):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))
@@ -171,7 +172,8 @@ class _Machine(Language):
                     function(**arguments)
         except Exception as error:
             at = _kernel_line(error, {f.__code__ for f in state.functions.values()})
-            raise InterpreterError(f"kernel {kernel.__name__}, program {state.grid_idx}{at}: {error}") from error
+            given = told((name, _told(p, memory)) for _, name, p in leaves(bound))
+            raise InterpreterError(f"kernel {kernel.__name__}, program {state.grid_idx}{at}: {error}\n{given}") from error
         finally:
             del state.functions, state.memory
 
@@ -272,6 +274,14 @@ class _Module:
 
     def __getattr__(self, name):
         return self._machine.convert(getattr(self._module, name))
+
+
+def _told(param, memory) -> str:
+    array = array_of(param)
+    if array is None:
+        return repr(param.value)
+    found = (memory.operands if isinstance(array, Operand) else memory.results)[array.index]
+    return f"array {found.dtype}{list(found.shape)}"
 
 
 def _is_builtin(value) -> bool:
