@@ -16,7 +16,7 @@ from jtops.core.types import Constexpr, Scalar
 
 
 def launch(request: Request) -> Any:
-    """Launch a ``@triton.jit`` or ``@gluon.jit`` function; -> arrays in the structure of ``request.out_type``."""
+    """Launch a ``@triton.jit`` or ``@gluon.jit`` function; return arrays in the structure of ``request.out_type``."""
     kernel = triton_compat.kernel_function(request.kernel)
     check_keywords(kernel, request.kwargs, OPTIONS, out_type=request.out_type, grid=request.grid)
     options = launch_options(
