@@ -45,14 +45,14 @@ Implementation = Literal["triton", "xla", "interpret"]
 
 
 class Setting[T](Protocol):
-    """A setting: called, a context manager in which it has another value; `value` is the one in force."""
+    """A setting: calling it gives a context manager in which it has another value; `value` is the one in force."""
 
     @property
     def value(self) -> T | None:
         """The value in force; None is the library's choice."""
 
     def __call__(self, value: T | None, /) -> AbstractContextManager[Any]:
-        """Context manager: this value, for this thread and block."""
+        """Context manager that sets this value for this thread and block."""
 
 
 implementation: Setting[Implementation] = jax_compat.config_state(
@@ -105,7 +105,7 @@ deterministic: Setting[Literal["on", "off"]] = jax_compat.config_state(
 
 
 def is_deterministic() -> bool:
-    """What `deterministic` says, or XLA's own flags where it says nothing."""
+    """The value of `deterministic`, or what XLA's own flags say where it is None."""
     if deterministic.value is not None:
         return deterministic.value == "on"
     flag = r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=(true|1))?(\s|$)"
@@ -113,5 +113,5 @@ def is_deterministic() -> bool:
 
 
 def interpret() -> AbstractContextManager[Any]:
-    """Context manager: run kernels in the interpreter. The same as ``implementation("interpret")``."""
+    """Context manager that runs kernels in the interpreter: the same as ``implementation("interpret")``."""
     return implementation("interpret")

@@ -124,8 +124,10 @@ class _Optimizer:
 
 @contextlib.contextmanager
 def _llvm_for(target):
-    """In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a kernel for sm_90 sums
-    16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
+    """Context manager that turns LLVM's SLP vectorizer off for what jtops compiles, and for nobody else's kernels. In Triton 3.9
+    that vectorizer, which Triton itself turns off for sm_80, ends the process when a kernel for sm_90 sums 16 float16 or bfloat16
+    numbers a thread.
+    """
     crashes = target.backend == "cuda" and target.arch == 90 and (3, 9) <= parsed(triton.__version__) < (3, 10)
     if crashes and not isinstance(nvidia_compiler.llvm, _Optimizer):
         nvidia_compiler.llvm = _Optimizer(nvidia_compiler.llvm)
@@ -137,7 +139,7 @@ def _llvm_for(target):
 
 
 def compile_source(source, target, options) -> Any:
-    """``triton.compile``."""
+    """Compile by ``triton.compile``."""
     with _llvm_for(target):
         return triton.compile(source, target=target, options=options)
 
@@ -161,7 +163,7 @@ def source_of(kernel, signature: dict[str, Any], constants: dict[tuple, Any], al
 
 
 def when_compiled(source, call: Callable[[], Any]) -> None:
-    """Have ``call()`` run when `source` is compiled, which it is only where Triton's disk cache has no entry for it."""
+    """Have ``call()`` run when `source` is compiled, which happens only where Triton's disk cache has no entry for it."""
     make_ir = source.make_ir
 
     def noted(*args, **kwargs):
@@ -190,7 +192,7 @@ def kernel_function(kernel) -> Any:
 
 
 def is_gluon(kernel) -> bool:
-    """Is the kernel written in Gluon, not in Triton?"""
+    """Whether the kernel is written in Gluon, not in Triton."""
     return isinstance(kernel, GluonJITFunction)
 
 

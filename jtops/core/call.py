@@ -56,8 +56,9 @@ def triton_call(
         to those. A grid with a zero launches nothing and returns zeros.
       name: name of the launch in profiles. Default: the kernel's.
       num_warps, num_stages, num_ctas: as for ``triton.jit`` launches; None takes Triton's default for the target.
-      cluster_size: so many neighbouring programs along the grid's first axis run together, as a thread block cluster, and can,
-        by inline assembly, reach each other's shared memory; from sm_90 on, at most 8. (With num_ctas, a cluster is one program.)
+      cluster_size: number of neighbouring programs along the grid's first axis that run together, as a thread block cluster, and
+        can reach each other's shared memory by inline assembly; from sm_90 on, at most 8. (With num_ctas, a cluster is one
+        program.)
       compute_capability: GPU to compile for where it is not the device itself: 90, "sm_90", "gfx942".
       backend_options: further options of Triton's compiler by name, such as ``enable_fp_fusion`` or ``maxnreg``.
       input_output_aliases: ``{operand: output}``: that output is that operand, changed by the kernel through the operand's pointer;

@@ -51,7 +51,7 @@ class Output:
 
 
 def _same_number(value: Any) -> Any:
-    """What is equal for constants that a kernel cannot tell apart: Python finds 0.0 == -0.0, 1 == 1.0 == True, and no NaN equal."""
+    """A key that is equal where a kernel cannot tell constants apart: Python has 0.0 == -0.0, 1 == 1.0 == True, and no equal NaN."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_same_number, value))
     return type(value), str(value) if isinstance(value, float | np.floating) else value
@@ -120,7 +120,7 @@ Bound = tuple[tuple[str, Param], ...]
 
 
 def leaves(bound: Bound) -> Iterator[tuple[tuple[int, ...], str, Any]]:
-    """Every parameter that is no tuple, and every item of those that are: (path of indices, name such as ``x[1]``, Param)."""
+    """Yield every parameter that is no tuple, and every item of those that are: (path of indices, name such as ``x[1]``, Param)."""
     for i, (name, param) in enumerate(bound):
         yield from _leaves((i,), name, param)
 
@@ -144,7 +144,7 @@ def told(given: Iterable[tuple[str, str]]) -> str:
 
 
 def is_shaped(value: Any) -> bool:
-    """Is it an array, or does it describe one?"""
+    """Whether it is an array, or describes one."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 

@@ -20,7 +20,7 @@ from jtops.kernels._lib.spec import Case, Meshed, Spec, normal
 
 @triton.jit
 def _load(ptr, rows, cols, r, m, n, x_rows, ROW_M: tl.constexpr, COL_N: tl.constexpr):
-    """An operand's part of a tile, one column where it is broadcast. Without `x_rows` it is kept just as the result is."""
+    """An operand's part of a tile, one column where it is broadcast. Without `x_rows` it lies in memory just as the result does."""
     if x_rows is None:
         at = rows
     elif ROW_M:

@@ -23,7 +23,7 @@ def key_of(kernel, error_class: type[Exception], what: str) -> str:
 
 
 def constant_text(value) -> str:
-    """A compile-time constant by content, the same in every process."""
+    """The text of a compile-time constant: its content, the same in every process."""
     if isinstance(value, tuple):
         return f"({', '.join(map(constant_text, value))})"
     if isinstance(value, triton_compat.JITFunction):
@@ -50,7 +50,7 @@ def _reached(*kernels):
 
 
 def content(kernels) -> str:
-    """Kernels, their helpers and the constants they see, as text: the same wherever in a file they stand, and in every Triton."""
+    """The text of kernels, their helpers and the constants they see: the same anywhere in a file, and in every Triton."""
     texts = []
     for function, scope in _reached(*kernels):
         if not function.__module__.startswith("triton."):
@@ -59,7 +59,7 @@ def content(kernels) -> str:
 
 
 def distinct_helpers(kernel, constants=()) -> str:
-    """Tell apart the helpers of `kernel` that differ and share a module and name, as those of a factory do; -> their new names.
+    """Tell apart the helpers of `kernel` that differ but share a module and name, as a factory's do; return their new names.
 
     Helpers are those that it names and those among its `constants`, tuples included.
 
@@ -73,7 +73,7 @@ def distinct_helpers(kernel, constants=()) -> str:
     for twins in same.values():
         for key, function in twins.items() if len(twins) > 1 else ():
             if function is not kernel:
-                # The second is what names a helper that is passed to another one.
+                # A helper that is passed to another one goes by the second of these names.
                 function.__qualname__ = function.fn.__qualname__ = f"{function._jtops_qualname}.{key[:16]}"
                 renamed.append(function.__qualname__)
     return " ".join(sorted(renamed))

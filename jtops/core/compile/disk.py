@@ -20,7 +20,7 @@ log = logging.getLogger("jtops.cache")
 
 
 def load_or_compile(source, target, options: dict[str, Any]):
-    """``triton.compile`` that counts, and does not trust a damaged entry of the disk cache."""
+    """Compile by ``triton.compile``, count it, and make a damaged entry of the disk cache anew."""
     start, runs = time.perf_counter(), []
     triton_compat.when_compiled(source, lambda: runs.append(True))
     damage: str | None = None

@@ -1,4 +1,4 @@
-"""A bound kernel into machine code for a target, once per process; Triton keeps it on disk between processes."""
+"""Compilation of a bound kernel for a target, once per process; Triton keeps the machine code on disk between processes."""
 
 import dataclasses
 import inspect
@@ -40,7 +40,7 @@ _compiled: dict[Any, Future] = cache.store({})
 def compile_kernel(
     kernel, bound: Bound, parameters: tuple[Parameter, ...], options: tuple[tuple[str, Any], ...], target: Target
 ) -> CompiledKernel:
-    """The compiled form of `kernel` with `bound` parameters, of which `parameters` says all that the compiler asks.
+    """Compile `kernel` with `bound` parameters; `parameters` says all that the compiler asks about these.
 
     Threads that ask for one kernel at the same time compile it once and share the result, or its error.
     """
@@ -59,7 +59,7 @@ def compile_kernel(
 
 
 def variants(kernel) -> int:
-    """How many compiled forms of `kernel` this process holds."""
+    """The number of compiled forms of `kernel` that this process holds."""
     return sum(key[0] == triton_compat.kernel_key(kernel) for key in list(_compiled))
 
 

@@ -110,7 +110,8 @@ _running = _Running()
 def _finish() -> None:
     """Let interpreted programs end before Python does: a thread of XLA that calls into a closing Python hangs or aborts.
 
-    What a program has not yet returned counts as live; and a handler that has begun is waited for, whoever dropped its result.
+    Results that a program has not yet returned count as live, and a handler that has begun is awaited if its result was dropped,
+    too.
     """
     for array in jax.live_arrays("cpu") if _functions else ():
         with contextlib.suppress(Exception):  # whoever asked for the array was told, or nobody did
@@ -123,7 +124,7 @@ jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_handler, c_vo
 
 
 def lower(ctx, *operands, key: str, function: Callable[[list[np.ndarray], list[np.ndarray]], None], has_side_effect: bool = False):
-    """Lowering rule body: call ``function(operands, results)`` at run time. `key` must determine `function` by content."""
+    """Lower to a call of ``function(operands, results)`` at run time. `key` must determine `function` by content."""
     types = [[np.dtype(a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
     with _running:
         _functions[key.encode()] = (function, types[0], types[1])

@@ -42,7 +42,7 @@ class Memory:
         return body.view(like.dtype).reshape(like.shape)
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """What lies at `addresses`, `other` where the mask is false; the dtype is that of `other`."""
+        """The elements at `addresses`, and `other` where the mask is false; the dtype is that of `other`."""
         addresses, mask, other = np.broadcast_arrays(addresses, mask, other)
         values = np.array(other)
         which = self.find(addresses[mask], values.dtype.itemsize, "load")
@@ -53,7 +53,7 @@ class Memory:
         return values
 
     def store(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
-        """Write `values` where the mask is true; of several for one address, one stays."""
+        """Write `values` where the mask is true; of several values for one address, one stays."""
         addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
         which = self.find(addresses[mask], values.dtype.itemsize, "store")
         for buffer, there, index in self._pieces(addresses[mask], which, values.dtype):
@@ -96,7 +96,7 @@ class Memory:
         return which
 
     def _pieces(self, addresses, which, dtype):
-        """Per buffer that is met: its elements, which accesses meet it, and at what index."""
+        """For each buffer that is met: its elements, which accesses meet it, and at what index."""
         for b in np.unique(which):
             there = which == b
             offset = (addresses[there] - self.starts[b]).astype(np.int64)
@@ -125,7 +125,8 @@ _CHANGES = {
 
 def scaled(data: np.ndarray, kind: str, packed: int, scale: Any, transposed: bool = False) -> np.ndarray:
     """The float32 values of an operand in an OCP microscaling format: fp4 are two to a byte along axis `packed`, the first in the
-    lower bits; each number of `scale`, powers of two by their exponent, is for a group of elements of the axis that is summed."""
+    lower bits; each number of `scale`, a power of two given by its exponent, is for a group of elements of the axis that is summed.
+    """
     if kind == "E2M1":
         low, high = np.moveaxis(data & 15, packed, -1), np.moveaxis(data >> 4, packed, -1)
         data = np.moveaxis(np.stack([low, high], -1).reshape(*low.shape[:-1], -1), -1, packed)
@@ -155,7 +156,7 @@ def make_builder(base: Any, state: Any) -> Any:
 
         def __init__(self):
             super().__init__()
-            # Assertions of the kernel count. Integers wrap as they do on GPUs: looking for it would triple the work.
+            # The kernel's own assertions are checked. Integers wrap as on GPUs: looking for overflow would triple the work.
             self.options: Any = base.InterpreterOptions(debug=True, sanitize_overflow=False)
             self.codegen_fns["min_dot_size"] = triton_compat.min_dot_size
 

@@ -1,4 +1,4 @@
-"""A kernel's source with Triton's meaning of Python's statements, where Python itself would take another.
+"""The rewriting of a kernel's source to Triton's meaning of Python's statements, where Python itself takes another.
 
 Compiled, ``x = 2`` makes a number of the machine (int32, which wraps and whose ``//`` truncates) and not a constant, ``and``,
 ``or`` and ``not`` work on every element of a block, and a block has no truth value. Python knows none of that and lets no object
@@ -14,7 +14,7 @@ _FACTORY = "__jtops_factory"
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Puts the calls in."""
+    """The transformer of the syntax tree that puts the calls in."""
 
     @staticmethod
     def _call(name: str, node: ast.expr, *args: ast.expr) -> ast.expr:

@@ -1,4 +1,4 @@
-"""Running a Triton kernel with NumPy on the host: no GPU, no torch, no environment variable, any thread.
+"""Running a Triton kernel with NumPy on the host, in any thread, without a GPU, torch or an environment variable.
 
 The kernel's own source runs (`rewrite` says with which changes), with other globals: every Triton builtin it can reach is bound to
 a semantic that computes with NumPy, every jitted helper is interpreted in turn, everything else is what it was. Nothing of Triton
@@ -128,7 +128,7 @@ class _Machine(Language):
         self.names = self.builtins()
 
     def _bound_members(self, cls) -> dict[str, Any]:
-        """The methods of a Triton class that ask for a compiler context, or are jitted, without that need."""
+        """The methods of a Triton class that ask for a compiler context or are jitted, freed from that need."""
         bound: dict[str, Any] = {}
         for name, member in inspect.getmembers(cls):
             if _is_builtin(member):
@@ -198,7 +198,7 @@ class _Machine(Language):
         return self.convert(helper)(tensor, *args, **kwargs)
 
     def convert(self, value: Any) -> Any:
-        """What a name inside a kernel stands for."""
+        """The value that a name inside a kernel stands for."""
         if id(value) in self.replaced:
             return self.replaced[id(value)]
         if _is_jitted(value):
@@ -212,7 +212,7 @@ class _Machine(Language):
         return value
 
     def _libdevice(self, function):
-        """A function of libdevice, which has no body in Python: NumPy's of the same name, where there is one."""
+        """Replace a function of libdevice, which has no body in Python, by NumPy's function of that name, where there is one."""
         ufunc = getattr(np, function.__name__, None)
 
         def call(*args):
@@ -231,7 +231,7 @@ class _Machine(Language):
         return bound
 
     def _own(self, value):
-        """Some builtins make plain tensors; those would ask for a compiler context at their next operation."""
+        """Turn a plain tensor, as some builtins make, into ours: it would ask for a compiler context at its next operation."""
         if isinstance(value, tuple):
             return tuple(map(self._own, value))
         if isinstance(value, self.tl.tensor_descriptor) and not isinstance(value, self.descriptor):
@@ -304,7 +304,7 @@ def _tl_type(tl, dtype):
 
 
 def _kernel_line(error: BaseException, kernels: set[types.CodeType]) -> str:
-    """Where in the kernels' sources `error` arose: the last step of its traceback in one of them that is not Triton's own."""
+    """The place in the kernels' sources where `error` arose: the last step of its traceback in one of them that is not Triton's own."""
     found, step = "", error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code

@@ -1,4 +1,4 @@
-"""What a caller gives, checked and bound to a kernel's parameters and grid."""
+"""Checking what a caller gives, and binding it to a kernel's parameters and grid."""
 
 import numbers
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def _signature(kernel) -> str:
 
 
 def check_keywords(kernel, kwargs, keywords, **needed) -> None:
-    """TypeError for a keyword that neither the kernel nor triton_call (`keywords`) has, or a `needed` one left out."""
+    """Raise a TypeError for a keyword that neither the kernel nor triton_call (`keywords`) has, or a `needed` one left out."""
     params = [p.name for p in kernel.params]
     for key in kwargs:
         if key not in params:
@@ -69,7 +69,7 @@ def called_grid(grid, meta, kernel):
 
 
 def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[Bound, list, tuple[tuple[int, int], ...]]:
-    """Give every parameter of the kernel its value; -> (bound parameters, array operands, aliased (operand, output) pairs).
+    """Give every parameter its value; return (bound parameters, array operands, aliased (operand, output) pairs).
 
     `aliases` maps operands, counted over the parameters that are not constexpr, tuples flattened, to outputs; those outputs have no
     parameter of their own.
@@ -125,7 +125,7 @@ def _described(kernel, name, given, array) -> Descriptor:
 
 
 def _bind_one(kernel, param, value, arrays, inside=False):
-    """The record of a value. `inside` a tuple, where nothing is declared, a ``tl.constexpr`` and a boolean are constants."""
+    """The record of a value. A ``tl.constexpr`` and a boolean `inside` a tuple, where nothing is declared, are constants."""
     wrapped = type(value).__name__ == "constexpr"
     value = getattr(value, "value", value) if wrapped else value
     value = bool(value) if isinstance(value, np.bool_) else value

@@ -75,7 +75,7 @@ def without_launch(outs, aliases, zeroed, arrays) -> list:
 
 
 def discharged(primitive, refs: Mapping[int, Any], *args, call) -> tuple[dict[int, Any], list]:
-    """A call with Refs as one on their values: each is an operand aliased to a further output, its new value."""
+    """Turn a call with Refs into one on their values: each becomes an operand aliased to a further output, its new value."""
     count = len(call.out_types)
     types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in refs.values())
     pairs = tuple((i, count + k) for k, i in enumerate(refs))

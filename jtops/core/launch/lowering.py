@@ -1,4 +1,4 @@
-"""From the triton_call primitive to StableHLO: a launch for the GPU, or a host call for the interpreter."""
+"""Lowering of the triton_call primitive to StableHLO: a launch for the GPU, or a host call for the interpreter."""
 
 import functools
 import hashlib
@@ -53,7 +53,7 @@ def lower_gpu(ctx, *operands, call, platform):
 
 
 def _why(call, platform: str, unfit: str | None) -> str:
-    """Why a kernel is launched, and by the path that it is, for `explain`."""
+    """Why a kernel is launched, and why by this path, for `explain`."""
     said = f"the program is for {platform}"
     if call.launch:
         return f'{said}; jtops.config.launch("{call.launch}")'
@@ -98,12 +98,12 @@ def compile_for(call, in_avals, out_avals, target: Target) -> tuple[tuple[Parame
 
 
 def in_buffer_order(ctx, operands, call, parameters) -> tuple[Any, list, dict[int, int], list[int]]:
-    """What a custom call must take and give so that its buffers stand in the order of the kernel's pointers.
+    """Order what a custom call takes and gives so that its buffers stand in the order of the kernel's pointers.
 
     XLA hands over the operands, then the results, and a launch gives them to the kernel's pointers one after the other. So
     results that share an operand's buffer must come last, where no pointer is left for them; and a result whose pointer comes
-    before an operand's is handed in as one, an array of zeros that the result takes over. So is a zeroed one that a kernel
-    sees through a descriptor, which a launch cannot zero.
+    before an operand's is handed in as one, an array of zeros that the result takes over. The same is done with a zeroed result
+    that a kernel sees through a descriptor, which a launch cannot zero.
 
     Returns (lowering context of the custom call, its operands, its aliases, the output that each of its results is).
     """

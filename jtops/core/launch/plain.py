@@ -17,7 +17,7 @@ from jtops.errors import UnsupportedError
 
 
 def launch(request: Request) -> Any:
-    """Launch a ``@triton.jit`` or ``@gluon.jit`` function; -> arrays in the structure of ``request.out_type``."""
+    """Launch a ``@triton.jit`` or ``@gluon.jit`` function; return arrays in the structure of ``request.out_type``."""
     kernel = triton_compat.kernel_function(request.kernel)
     if request.interpreted() and triton_compat.is_gluon(kernel):
         raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")

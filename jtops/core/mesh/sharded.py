@@ -56,7 +56,7 @@ class ShardingRule:
                 )
 
     def arrays(self):
-        """-> names of the dims of each operand, of each result."""
+        """The names of the dims of each operand, and of each result."""
         ins, _, outs = self.axes.partition("->")
         return partition.parse_arrays(ins), partition.parse_arrays(outs)
 
@@ -88,7 +88,7 @@ class _ShardedCall:
     batched: tuple[tuple[bool, ...], ...] = ()  # per vmap, the first applied first: which operands it maps
 
     def local(self, *args):
-        """What one device computes, of its part; also the whole call."""
+        """Compute one device's part; also the whole call."""
         f = self.function
         for mapped in self.batched:
             f = jax.vmap(f, [0 if m else None for m in mapped])
@@ -109,9 +109,9 @@ class _ShardedCall:
 def sharded_call(function: Callable, rule: ShardingRule) -> Callable:
     """`function`, made of kernels for arrays of one device, as a function of arrays that lie on any mesh.
 
-    Works on automatic and explicit mesh axes and in shard_map, under ``jax.jit`` and ``jax.vmap`` (of `function`, so its
-    kernels need a `vmap_method`), and moves no data but to make whole what `rule` does not split. A program for several devices
-    with automatic axes holds an address: it does not export, and JAX's persistent cache finds it only with
+    It works on automatic and explicit mesh axes and in shard_map, under ``jax.jit`` and ``jax.vmap`` (of `function`, so its kernels
+    need a `vmap_method`), and moves data only to make whole what `rule` does not split. A program for several devices with
+    automatic axes holds an address: it does not export, and JAX's persistent cache finds it only with
     ``jax_remove_custom_partitioning_ptr_from_cache_key``.
 
     Args:
@@ -202,7 +202,7 @@ def _lower(ctx, *args, call):
     if jax_compat.manual_axes(ctx) is None and jax_compat.device_count(ctx) > 1:  # within XLA's partitioner an error loses its type
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in]
         platforms = ctx.platforms or ctx.module_context.platforms
-        with notes.listening():  # the launches of the whole are nobody's
+        with notes.listening():  # nobody is told of the whole call's launches
             jax.jit(partition.outside_mesh(call.local)).trace(*types).lower(lowering_platforms=tuple(platforms))
         if partition.is_automatic(ctx):
             notes.add_partitioned(call.name, platforms[0])
@@ -218,7 +218,7 @@ mlir.register_lowering(sharded_p, _lower)
 
 
 class _Slot:
-    """Stands for an array among arguments."""
+    """The stand-in for an array among arguments."""
 
 
 def _is_none(value) -> bool:

@@ -53,7 +53,7 @@ type Window = int | tuple[int | None, int | None]
 
 
 class _Options(TypedDict, total=False):
-    """What both forms of the call take besides `return_lse`."""
+    """The options that both forms of the call take besides `return_lse`."""
 
     causal: Causal
     window: Window | None
@@ -186,7 +186,7 @@ def _deterministic(asked: bool | None) -> bool:
 
 
 def _window(window, far: int) -> tuple[int | None, int | None]:
-    """Both sides; one that reaches `far`, further than any key is from any query, is no bound, however large the int."""
+    """Both sides of a window; one that reaches `far`, further than any key is from any query, is no bound, whatever the int."""
     sides = window if isinstance(window, tuple) else (window, window)
     legal = lambda x: x is None or (isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= 0)
     if len(sides) != 2 or not all(map(legal, sides)):
@@ -214,7 +214,7 @@ def _integers(name: str, x, spec: str, sizes: dict[str, int], batch: tuple[int, 
 
 
 def _as_int32(x):
-    """Ints of Python as int32 if all of them fit; whatever else there is as it is."""
+    """Python's ints as int32 if all of them fit; anything else as it is."""
     try:
         wide = np.asarray(x)
     except (TypeError, ValueError):

@@ -13,10 +13,10 @@ class Config:
 
     >>> jtops.softmax(x, config=jtops.Config(BLOCK_M=1, BLOCK_N=4096, num_warps=8))
 
-    Immutable and hashable; the op's docstring says which blocks it has. ``PROGRAMS``, where an op has it, is the number of programs
-    that share the work, and None is one for each tile. ``variant`` names one of several kernels, where an op has such: it is taken,
-    or an error says why it does not fit; with no blocks beside it, its tiles are the usual ones. `source` says where a config comes
-    from, for `jtops.explain`, and makes no difference to anything else.
+    It is immutable and hashable; the op's docstring says which blocks it has. ``PROGRAMS``, where an op has it, is the number of
+    programs that share the work, and None is one for each tile. ``variant`` names one of several kernels, where an op has such: it
+    is taken, or an error says why it does not fit; with no blocks beside it, its tiles are the usual ones. `source` says where a
+    config comes from, for `jtops.explain`, and makes no difference to anything else.
     """
 
     __slots__ = ("_items", "source")
@@ -59,7 +59,7 @@ class Config:
     __delattr__ = __setattr__  # type: ignore[assignment]
 
     def said_by(self, source: str) -> "Config":
-        """The same config, from `source`."""
+        """The same config with another source."""
         return Config(**dict(self._items), source=source)
 
     def plain(self) -> "Config":
@@ -72,7 +72,7 @@ class Config:
 
     @property
     def names_only(self) -> bool:
-        """Whether it says nothing but which variant."""
+        """Whether it names a variant and says nothing else."""
         return self["variant"] is not None and self == Config(variant=self["variant"])
 
     def without(self, *names: str) -> "Config":

@@ -1,4 +1,4 @@
-"""fused_op: from launchers, a reference and one axis rule to a function that every JAX transform works on.
+"""fused_op: makes launchers, a reference and one axis rule into a function that every JAX transform works on.
 
 An op file says what is its own: a kernel launcher forward and one backward, the same maths in jax.numpy (the reference), and which
 axes are which. Derivatives of any order and mode, vmap, sharding, rematerialisation, platform choice and empty arrays are here,
@@ -71,7 +71,7 @@ __all__ = ["Variant", "fused_op", "refused"]
 
 
 def refused(reason: str) -> Refused:
-    """For `backward`: the op has no derivative, and whoever asks for one is told why, at trace time."""
+    """A value for `backward` by which the op has no derivative: users who ask for one are told why, at trace time."""
     return Refused(reason)
 
 
@@ -94,10 +94,10 @@ def fused_op(
 
     Args:
       name: the op's public name; launches are called ``jtops_{name}_{stage}``, saved values ``{name}_residual``.
-      operands, results: by name the core axes, batch axes left out: ``{"q": "s (g r) d", "k": "t g d", "lengths": ""}``. A
+      operands, results: the core axes by name, without batch axes: ``{"q": "s (g r) d", "k": "t g d", "lengths": ""}``. A
         compound axis is one array axis made of two, the first outermost. Any core axis of an operand may have size 1, or
         be missing at the front, where the reference broadcasts.
-      residuals: by name the core axes of what only the residual forward writes.
+      residuals: the core axes, by name, of what only the residual forward writes.
       saves: names of the results that the backward reads.
       whole: axes that one device must hold in full. All others, and all batch axes, may be sharded.
       positions: axes whose positions a kernel needs. Each appends an operand ``{axis}_index``, the iota along that axis, which is
