@@ -279,6 +279,11 @@ SPEC = Spec(
         Case("skinny", _inputs(16, 4096, 4096, bias=True), "few rows, k split", {"activation": "silu"}),
         Case("odd", _inputs(1000, 1001, 999, **_FULL), "masks on every side", {"activation": "gelu"}),
     ),
+    tuned=(
+        Case("up", _inputs(4096, 4096, 14336), "a feed-forward layer of an 8B model"),
+        Case("down", _inputs(4096, 14336, 4096), "its second product"),
+        Case("odd_rows", _inputs(5000, 4096, 11008), "that of a 7B model, of some number of tokens"),
+    ),
     backward_kernels=3,
     kept=1,  # z; a as well, where the gradient of b is asked for
     forward_bytes=_bytes,
