@@ -499,6 +499,21 @@ def add_tile(
 
 
 @gluon.jit
+def store(dk, dv, dk_desc, dv_desc, m, work, CONSUMER: gl.constexpr):
+    """Round dk and dv of a consumer's keys, and write them."""
+    BLOCK_N: gl.constexpr = m.k.shape[2]
+    HEAD_DIM: gl.constexpr = m.q.shape[3]
+    dtype: gl.constexpr = m.q.dtype
+    first_key = work.block * BLOCK_N + CONSUMER * 64
+    m.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dk.to(dtype))
+    m.v.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dv.to(dtype))
+    fence_async_shared()
+    tma_store(dk_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.k.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store(dv_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.v.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store_wait(0)
+
+
+@gluon.jit
 def consumer(
     dk_desc, dv_desc, m, work, t, window, scale, scale2, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -523,13 +538,7 @@ def consumer(
         dk, dv = add_tile(dk, dv, step, tile, m, past_last, past_first, bits, scale2, LEFT, RIGHT, EDGE, CONSUMER)
         _, tile = following(0, tile, work)
     named_barrier_sync(DS_FULL, 256)  # both have read K and V to the end: they become staging
-    dtype: gl.constexpr = m.q.dtype
-    m.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store((dk * scale).to(dtype))
-    m.v.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dv.to(dtype))
-    fence_async_shared()
-    tma_store(dk_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.k.index(0).slice(CONSUMER * 64, 64, 1))
-    tma_store(dv_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.v.index(0).slice(CONSUMER * 64, 64, 1))
-    tma_store_wait(0)
+    store(dk * scale, dv, dk_desc, dv_desc, m, work, CONSUMER)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the kernel
