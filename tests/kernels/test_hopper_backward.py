@@ -91,10 +91,11 @@ def kernels(d, s=1000, t=None, h=4, g=2, dtype="bfloat16", **options):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("window", [{}, {"right": 0}, pytest.param({"left": 100}, marks=slow), {"left": 100, "right": 7}], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow)])
+@pytest.mark.parametrize("g", [2, 4])  # of 4 heads: groups cut into parts, and none
 @pytest.mark.parametrize("d", [64, 128])
-def test_machine_code(d, dtype, window, deterministic):
+def test_machine_code(d, g, dtype, window, deterministic):
     """Products are never serialised, which ptxas only warns of, and the loops hold five products each and nothing of memory."""
-    before, main, after = kernels(d, dtype=dtype, deterministic=deterministic, **window)
+    before, main, after = kernels(d, g=g, dtype=dtype, deterministic=deterministic, **window)
     log, code = machine_code(main)
     assert "C75" not in log, log
     assert int(re.search(r"(\d+) bytes spill stores", log)[1]) <= 64
@@ -199,6 +200,15 @@ def test_unfit():
         assert words in unfit(told, *operands, *others), words
 
 
+@pytest.mark.parametrize(
+    ("group", "programs", "parts"),
+    [(4, 528, 1), (7, 512, 7), (16, 128, 8), (6, 300, 2), (6, 150, 6), (8, 1, 8), (1, 1, 1), (71, 1000, 1)],
+)
+def test_parts_of(group, programs, parts):
+    """The fewest that give about four programs a multiprocessor; all have as many heads."""
+    assert hopper.parts_of(group, programs) == parts
+
+
 # -------------------------------------------------------------------------------------------------------------------- on a GPU
 
 
@@ -285,10 +295,21 @@ def test_windows(d, window, deterministic):
 
 @gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("h", "g"), [(8, 2), (8, 1), (6, 3)])
+@pytest.mark.parametrize(("h", "g"), [(8, 2), (8, 1), (6, 3), (28, 4), (16, 1)])
 @pytest.mark.parametrize("s", [64, 200, 577])
 def test_grouped_heads(s, h, g, causal):
     compared(s, s, h=h, g=g, b=2, causal=causal)
+
+
+@gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (70, 33)}], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("b", "h", "g", "parts"), [(66, 4, 2, 1), (33, 8, 1, 4), (3, 28, 4, 7)])
+def test_parts_of_groups(b, h, g, parts, d, options, deterministic):
+    """A program has all heads of its group, or two of eight, or one of seven."""
+    assert hopper.parts_of(h // g, b * g * 4) == parts
+    compared(130, 500, b=b, h=h, g=g, d=d, deterministic=deterministic, **options)
 
 
 @gpu

@@ -5,6 +5,10 @@ dv = p^T do. A program owns BLOCK_N = 128 keys of one key/value head and walks o
 them, of all query heads of the group one after the other; so dk and dv are sums in registers, and dq is added up in memory, in
 float32. `backward_ends` has the kernels before (delta, lse in base 2, zeros) and after (dq in its own type and order).
 
+**Parts of a group.** Where blocks of keys and key/value heads are too few to fill the GPU, a program has the query heads of one
+part of the group only: parts are to programs what key/value heads are otherwise, `parts` of them reading the same keys. Each writes
+its dk and dv in float32, and XLA adds the parts up, always in the same order.
+
 Three partitions of four warps::
 
     mover         loads by TMA, adds tiles of dq to memory by TMA; 24 registers a thread
@@ -123,12 +127,13 @@ class InputRows(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes; `g` key/value heads, each of `group` query heads; `section`: how many key/value heads share the L2 cache."""
+    """Sizes; `g` parts of groups, `parts` a key/value head, of `group` query heads each; `section` of them share the L2 cache."""
 
     s: Any
     t: Any
     g: Any
     group: Any
+    parts: Any
     q_size: Any
     section: Any
 
@@ -173,20 +178,20 @@ class Shared:
 
 @aggregate
 class Work:
-    """A program's: block `block` of the keys of head `kv_head` of batch element `b`, and of the queries tiles `start` to `stop`."""
+    """A program's: block `block` of the keys, and tiles `start` to `stop` of the queries, of part `part` of batch element `b`."""
 
     b: gl.tensor
-    kv_head: gl.tensor
+    part: gl.tensor
     block: gl.tensor
     start: gl.tensor
     stop: gl.tensor
-    steps: gl.tensor  # tiles of all heads of the group
+    steps: gl.tensor  # tiles of all heads of the part
     shift: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, kv_head, block, start, stop, steps, shift):
+    def __init__(self, b, part, block, start, stop, steps, shift):
         self.b = b
-        self.kv_head = kv_head
+        self.part = part
         self.block = block
         self.start = start
         self.stop = stop
@@ -204,27 +209,27 @@ def work_of(
     start = gl.to_tensor(0)
     stop = gl.cdiv(shape.s, BLOCK_M)
     if RIGHT:
-        # Sections of heads whose queries stay in L2; within one, blocks of equal length beside each other.
+        # Sections of parts whose queries stay in L2; within one, blocks of equal length beside each other.
         first = program // (shape.section * blocks) * shape.section
         width = gl.minimum(shape.section, programs // blocks - first)
         within = program - first * blocks
-        head = first + within % width
+        part = first + within % width
         block = within // width
         if DETERMINISTIC:
             block = blocks - 1 - block
         start = gl.maximum(block * BLOCK_N - shift - window.right, 0) // BLOCK_M
     else:
-        head = program // blocks
+        part = program // blocks
         block = program % blocks
     if LEFT:
         stop = gl.cdiv(gl.maximum(gl.minimum(shape.s, block * BLOCK_N + BLOCK_N + window.left - shift), 0), BLOCK_M)
     tiles = gl.maximum(stop - start, 0)
-    return Work(head // shape.g, head % shape.g, block, start, stop, tiles * shape.group, shift)
+    return Work(part // shape.g, part % shape.g, block, start, stop, tiles * shape.group, shift)
 
 
 @gluon.jit
 def following(head, tile, work):
-    """The (head, tile) after this one: the next head of the group comes after the last tile."""
+    """The (head, tile) after this one: the next head of the part comes after the last tile."""
     wraps = tile + 1 >= work.stop
     return gl.where(wraps, head + 1, head), gl.where(wraps, work.start, tile + 1)
 
@@ -253,7 +258,7 @@ class Source:
 
 @gluon.jit
 def load_tile(x_desc, x, line_desc, x_line, full, slot, batch, source, head, tile):
-    """A tile of q or do with its lse or delta, of the group's head `head`."""
+    """A tile of q or do with its lse or delta, of the part's head `head`."""
     BLOCK_M: gl.constexpr = x.shape[2]
     HEAD_DIM: gl.constexpr = x.shape[3]
     line = source.first_line + head * source.tiles + tile
@@ -323,15 +328,16 @@ def mover(
     BLOCK_N: gl.constexpr = m.k.shape[2]
     HEAD_DIM: gl.constexpr = m.q.shape[3]
     tiles = gl.cdiv(shape.s, BLOCK_M)
-    first_head = work.kv_head * shape.group
+    first_head = work.part * shape.group
+    kv_head = work.part // shape.parts
     first_line = (work.b * shape.g * shape.group + first_head) * tiles
     source = Source(row(work.b, rows.q), work.b, first_head, first_line, tiles)
     head = gl.to_tensor(0)
     tile = work.start
     if work.steps > 0:
         load_q(inputs, m, 0, source, head, tile)
-    at_k = [row(work.b, rows.k), work.block * BLOCK_N, work.kv_head * HEAD_DIM]
-    at_v = [row(work.b, rows.v), work.block * BLOCK_N, work.kv_head * HEAD_DIM]
+    at_k = [row(work.b, rows.k), work.block * BLOCK_N, kv_head * HEAD_DIM]
+    at_v = [row(work.b, rows.v), work.block * BLOCK_N, kv_head * HEAD_DIM]
     mbarrier.expect(m.kv_full.index(0), 2 * BLOCK_N * HEAD_DIM * 2)
     tma_load(inputs.k, at_k, m.kv_full.index(0), m.k.index(0))
     tma_load(inputs.v, at_v, m.kv_full.index(0), m.v.index(0))
@@ -508,8 +514,22 @@ def store(dk, dv, dk_desc, dv_desc, m, work, CONSUMER: gl.constexpr):
     m.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dk.to(dtype))
     m.v.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dv.to(dtype))
     fence_async_shared()
-    tma_store(dk_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.k.index(0).slice(CONSUMER * 64, 64, 1))
-    tma_store(dv_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.v.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store(dk_desc, [work.b, first_key, work.part * HEAD_DIM], m.k.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store(dv_desc, [work.b, first_key, work.part * HEAD_DIM], m.v.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store_wait(0)
+
+
+@gluon.jit
+def store_part(x, desc, m, work, CONSUMER: gl.constexpr):
+    """Write the dk or dv of a part: in float32 it fills all of K's memory, or V's."""
+    first_key = work.block * m.k.shape[2] + CONSUMER * 64
+    staged = m.k.index(0)
+    if CONSUMER == 1:
+        staged = m.v.index(0)
+    staged = staged._reinterpret(gl.float32, desc.block_type.shape, desc.layout)
+    staged.reshape(x.shape).store(x)
+    fence_async_shared()
+    tma_store(desc, [work.b, first_key, work.part, 0], staged)
     tma_store_wait(0)
 
 
@@ -538,7 +558,11 @@ def consumer(
         dk, dv = add_tile(dk, dv, step, tile, m, past_last, past_first, bits, scale2, LEFT, RIGHT, EDGE, CONSUMER)
         _, tile = following(0, tile, work)
     named_barrier_sync(DS_FULL, 256)  # both have read K and V to the end: they become staging
-    store(dk * scale, dv, dk_desc, dv_desc, m, work, CONSUMER)
+    if dk_desc.dtype == gl.float32:
+        store_part(dk * scale, dk_desc, m, work, CONSUMER)
+        store_part(dv, dv_desc, m, work, CONSUMER)
+    else:
+        store(dk * scale, dv, dk_desc, dv_desc, m, work, CONSUMER)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the kernel
@@ -550,7 +574,10 @@ def backward_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, EDGE: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of a block of keys, and what it adds to dq. Blocks of dk and dv: [1, 64, HEAD_DIM]."""
+    """One program: dk and dv of a block of keys, and what it adds to dq.
+
+    Blocks of dk and dv: [1, 64, HEAD_DIM]; in float32, of [batch, t, parts of groups, HEAD_DIM], [1, 64, 1, HEAD_DIM].
+    """
     shift = gl.to_tensor(0)
     if offset_ptr is not None:
         shift = gl.load(offset_ptr)
@@ -587,6 +614,7 @@ def backward_kernel(
 
 # -------------------------------------------------------------------------------------------------------------- the launcher
 
+MULTIPROCESSORS = 132  # of an H100 or H200, where programs should be several times as many
 _L2_BYTES = 40 << 20  # of an H100's or H200's 50 MiB
 _MAX_SIZE = 1 << 28  # of a sequence: positions are compared in 32 bits, with room for a window and an offset
 
@@ -617,6 +645,12 @@ def unfit(launch: Launch, x) -> str | None:
     return None
 
 
+def parts_of(group: int, programs: int) -> int:
+    """Into how many parts a group of heads is cut, of which `programs` have one each: the fewest, alike, that fill the GPU."""
+    sizes = [n for n in range(1, group) if group % n == 0]
+    return next((n for n in sizes if n * programs >= 4 * MULTIPROCESSORS), group)
+
+
 def backward(launch: Launch, x, saved, cotangents):
     """Launcher. The gradient of lse is taken off delta, where it costs nothing."""
     q, k, v = x.q, x.k, x.v
@@ -627,6 +661,7 @@ def backward(launch: Launch, x, saved, cotangents):
     deterministic = options["deterministic"]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     tiles = batch * h * cdiv(s, block_m)  # of queries
+    parts = parts_of(h // g, batch * g * cdiv(t, block_n))
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     ends: dict[str, Any] = {"config": Config(BLOCK_M=block_m, num_warps=4), "grid": tiles, "s": s, "h": h, "HEAD_DIM": d}
     before = launch(
@@ -658,14 +693,17 @@ def backward(launch: Launch, x, saved, cotangents):
         sums=TensorDescriptor.from_array(sums, (128, 32)),
     )
     most = t + options["q_size"]  # a bound beyond it is none
-    section = min(batch * g, max(1, _L2_BYTES // (h // g * s * d * 8)))
+    heads = h // (g * parts)  # of a part
+    section = min(batch * g * parts, max(1, _L2_BYTES // (heads * s * d * 8)))
     gradient = TensorDescriptor.from_array(jax.ShapeDtypeStruct((batch, t, g * d), q.dtype), (1, 64, d))
+    if parts > 1:
+        gradient = TensorDescriptor.from_array(f32(batch, t, g * parts, d), (1, 64, 1, d))
     got = launch(
         backward_kernel,
         inputs=inputs,
         turns_ptr=turns,
         offset_ptr=mask.q_index,
-        shape=Shape(s, t, g, h // g, options["q_size"], next_power_of_2(section + 1) // 2),
+        shape=Shape(s, t, g * parts, heads, parts, options["q_size"], next_power_of_2(section + 1) // 2),
         rows=InputRows(*launch.rows[:3]),
         window=Window(min(mask.left or 0, most), min(mask.right or 0, most)),
         scale=np.float32(options["scale"]),
@@ -678,7 +716,7 @@ def backward(launch: Launch, x, saved, cotangents):
         DETERMINISTIC=deterministic,
         config=config,
         name="vjp",
-        grid=batch * g * cdiv(t, block_n),
+        grid=batch * g * parts * cdiv(t, block_n),
         flops=10 * batch * h * s * t * d,
         in_place=("inputs.sums", "turns_ptr") if deterministic else ("inputs.sums",),
         outputs={"dk_desc": gradient, "dv_desc": gradient},
@@ -694,5 +732,5 @@ def backward(launch: Launch, x, saved, cotangents):
             outputs={"dq_ptr": jax.ShapeDtypeStruct((batch, s, h, d), q.dtype)},
         )
         dq = after["dq_ptr"]
-    dk, dv = (got[name].reshape(batch, t, g, d) for name in ("dk_desc", "dv_desc"))
-    return dq, dk, dv, None, None, None, None
+    whole = lambda x: x.reshape(batch, t, g, parts, -1).sum(3).astype(q.dtype) if parts > 1 else x.reshape(batch, t, g, -1)
+    return dq, whole(got["dk_desc"]), whole(got["dv_desc"]), None, None, None, None
