@@ -304,7 +304,7 @@ def _tl_type(tl, dtype):
 
 
 def _kernel_line(error: BaseException, kernels: set[types.CodeType]) -> str:
-    """The place in the kernels' sources where `error` arose: the last step of its traceback in one of them that is not Triton's own."""
+    """The place in the kernels' sources where `error` arose: the last traceback step that is in one of them, not in Triton."""
     found, step = "", error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
