@@ -264,8 +264,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "Hopper backward: sums past 32 bits",
-            "lines * d * 4 >= 1 << 38",
-            "lines * d * 4 > 1 << 38",
+            "lines * head_block(d) * 4 >= 1 << 38",
+            "lines * head_block(d) * 4 > 1 << 38",
             _HOST + "test_what_the_backward_refuses",
         ),
         (
@@ -279,6 +279,12 @@ MUTANTS: list[Mutant] = [
             "launch.config != heuristic(d)",
             "launch.config.blocks.keys() != heuristic(d).blocks.keys()",
             "tests/kernels/test_hopper_backward.py::test_unfit",
+        ),
+        (
+            "Hopper backward: parts in the gradient's dtype",
+            "q.dtype if parts == 1 else jnp.float32",
+            "q.dtype",
+            _HOST + "test_grids_and_memory_of_the_backward",
         ),
         (
             "Hopper backward: no edge",
