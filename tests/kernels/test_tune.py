@@ -1,5 +1,6 @@
 """jtops.tune: which choices it finds, how it climbs, what it writes. Times are made up, but for those of the last test."""
 
+import contextlib
 import threading
 import types
 
@@ -111,9 +112,9 @@ def gpu(monkeypatch):
 
         return f
 
-    def race(programs, arrays):
-        trials.raced.append(list(programs))
-        return {name: 1e-6 * trials.cost(eval(name, {"Config": Config})) for name in programs}
+    def race(programs):
+        trials.raced.append(list(map(repr, programs)))
+        return {config: 1e-6 * trials.cost(config) for config in programs}
 
     monkeypatch.setattr(target, "present", lambda: GPU)
     monkeypatch.setattr(tune, "_stage", stage)
@@ -122,6 +123,16 @@ def gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_device", lambda _: jax.enable_x64(False))
     with jtops.config.target("sm_90"):
         yield trials
+
+
+def prepared(task, device=GPU):
+    """A trial whose steps are all done here."""
+    trial, errors = tune._Trial(task, device), None
+    steps = trial.prepare()
+    with contextlib.suppress(StopIteration):
+        while True:
+            errors = [build() for build in steps.send(errors)]
+    return trial
 
 
 def f(x):
@@ -220,20 +231,18 @@ def test_quick_stages_are_called_several_times_on_several_data(gpu, monkeypatch)
     """Every call's results are there and right, in whatever order they are asked for; the data are no two times the same."""
     monkeypatch.setattr(timing, "CHAIN", 3)
     monkeypatch.setattr(timing, "ROUND_SECONDS", 1e9)
-    monkeypatch.setattr(tune, "_COLD", 2 * X.nbytes)
+    monkeypatch.setattr(timing, "COLD", 2 * X.nbytes)
     (task,) = tune._tasks(f, (X,), "cuda")
-    trial = tune._Trial(task, GPU)
-    trial.prepare()
+    trial = prepared(task)
     assert (trial.calls, len(trial.sets)) == (3, 2)
-    outs = trial.programs[task.choice.heuristic](trial.sets)
+    outs, _ = trial.programs[task.choice.heuristic][0]()
     assert len(outs) == 3
     for i, (out,) in enumerate(outs):
         x, y = trial.sets[i % 2]
         assert (out == x + y).all()
     assert (trial.sets[0][0] != trial.sets[1][0]).any()
-    monkeypatch.setattr(tune, "_RESULTS", 2 * X.nbytes)
-    trial = tune._Trial(task, GPU)
-    trial.prepare()
+    monkeypatch.setattr(timing, "RESULTS", 2 * X.nbytes)
+    trial = prepared(task)
     assert trial.calls == 2
 
 
@@ -247,7 +256,7 @@ def test_lengths_are_full_while_timing(gpu):
     *_, q_ids, kv_ids, lengths, index = trial.sets[0]
     assert (lengths == jnp.iinfo(jnp.int32).max).all()
     assert not any(x.any() for x in (q_ids, kv_ids, index))
-    trial.prepare()
+    trial = prepared(task)
     (out, _) = trial.run(task.choice.heuristic)
     q, k, v = (x.reshape(x.shape[-4:]) for x in trial.sets[0][:3])
     assert jnp.allclose(out, jtops.flash_attention(q, k, v, causal=True, implementation="xla"), atol=1e-5)
@@ -379,8 +388,7 @@ def test_tune_on_the_gpu(tmp_path):
                 [tuned.Entry(result.problem, slow.kwargs, task.choice.fingerprint, 1.0, 2.0)])  # fmt: skip
     (launch,) = jtops.explain(jtops.softmax, x)
     assert (launch.config, launch.options["num_warps"]) == ("tuned table (user)", 1)
-    trial = tune._Trial(task, device)
-    trial.prepare()
+    trial = prepared(task, device)
     assert trial.build(slow) is None
     assert trial.agrees(slow)
     seconds = trial.race([slow, task.choice.heuristic])
