@@ -36,6 +36,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jtops import config
 from jtops.core import target
 from jtops.core.mesh import partition
+from jtops.core.tuning import table as tuning_table
 from jtops.core.tuning import timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 from jtops.kernels import specs
@@ -60,7 +61,7 @@ class Result:
     `said` is "tuned", "heuristic", "explicit" (given by the call, not tuned), "no time", or "failed": then `error` says why.
     """
 
-    problem: tuned.Problem
+    problem: tuning_table.Problem
     said: str
     config: Config
     seconds: float = math.nan  # of the stage, with `config`
@@ -104,7 +105,7 @@ def _stage(call: Call, platform: str) -> Callable:
 
 def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
     """Every distinct choice that the kernels of ``f(*args)`` make."""
-    found: dict[tuned.Problem, _Task] = {}
+    found: dict[tuning_table.Problem, _Task] = {}
     for equation in _equations(jax.make_jaxpr(functools.partial(f))(*args).jaxpr):  # a new function: JAX remembers traces
         call = equation.params["call"]
         avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
@@ -380,7 +381,7 @@ def _measured(tasks: list[_Task], device, end: float, write, dry_run: bool, chec
             progress(str(result))
         return found
     path = _path(write, str(device.device_kind))
-    entries = tuned.load(path, "").entries if check and path.exists() else {}
+    entries = tuning_table.parsed(path, path.read_text()).entries if check and path.exists() else {}
     if check:
         tasks = [t for t in tasks if (e := entries.get(t.choice.problem)) and e.kernels == t.choice.fingerprint]
         work = lambda task, more: _again(task, device, Config(**entries[task.choice.problem].config))
@@ -420,7 +421,7 @@ def _path(write: str | os.PathLike, device_kind: str) -> Path:
         raise JtopsError(f"tune: {path.parent} cannot be written: {error}. Name another path, or set JTOPS_TUNING_DIR.") from error
     if path.exists() and write not in named:
         try:
-            tuned.load(path, "")
+            tuning_table.parsed(path, path.read_text())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise JtopsError(f"tune: {path} is there and is no table ({error!r}); name another file.") from error
     return path
@@ -430,10 +431,10 @@ def _write(path: Path, device: Any, task: _Task, result: Result) -> None:
     entries = []
     if result.said == "tuned":
         settings = {k: v for k, v in result.config.kwargs.items() if v is not None}
-        entries = [tuned.Entry(result.problem, settings, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
+        entries = [tuning_table.Entry(result.problem, settings, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
     elif not path.exists():
         return
-    tuned.store(path, str(device.device_kind), str(task.choice.target), entries, () if entries else (result.problem,))
+    tuning_table.update(path, str(device.device_kind), str(task.choice.target), entries, () if entries else (result.problem,))
 
 
 # ------------------------------------------------------------------------------------------------------------ command line

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jtops
 from jtops import tune
 from jtops.core import cache, target
+from jtops.core.tuning import table as tuning_table
 from jtops.core.tuning import timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 from jtops.kernels._lib.frame import tuned
@@ -28,6 +29,10 @@ def own_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("JTOPS_TUNING_DIR", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     cache.clear()
+
+
+def loaded(path):
+    return tuning_table.parsed(path, path.read_text())
 
 
 def found(f, *args):
@@ -162,7 +167,7 @@ def test_it_climbs_and_writes_and_the_table_is_read(gpu, tmp_path):
     assert start.source == "heuristic"
     assert tuned_now() == result.config
     assert tuned_now().source == "tuned table (user)"
-    (entry,) = tuned.load(tmp_path / "tuning" / TABLE, "").entries.values()
+    (entry,) = loaded(tmp_path / "tuning" / TABLE).entries.values()
     assert entry.config["BLOCK_M"] == 1
     # Tuned again without time to climb, it stays; where nothing is gained any more, it goes.
     (again,) = tune.tune(f, X, budget=1e-3, progress=said.append)
@@ -191,11 +196,11 @@ def test_entries_are_checked_and_the_slower_are_deleted(gpu, tmp_path):
     gpu.cost = lambda c: 101.9 if c["BLOCK_M"] == 8 else 100
     (kept,) = tune.tune(f, X, write=path, check=True, **quiet)
     assert (kept.said, kept.config, len(gpu.raced[0])) == ("tuned", found.config, 2)
-    assert [e.seconds for e in tuned.load(path, "").entries.values()] == pytest.approx([101.9e-6])
+    assert [e.seconds for e in loaded(path).entries.values()] == pytest.approx([101.9e-6])
     gpu.cost = lambda c: 102.1 if c["BLOCK_M"] == 8 else 100
     (gone,) = tune.tune(f, X, write=path, check=True, **quiet)
     assert gone.said == "heuristic"
-    assert not tuned.load(path, "").entries
+    assert not loaded(path).entries
 
 
 def test_a_config_that_computes_something_else_is_dropped(gpu):
@@ -292,7 +297,7 @@ def test_one_failure_does_not_keep_others_from_being_tuned(gpu, tmp_path):
     with pytest.raises(KernelCompileError, match="it does not fit"):
         tune.tune(both, X, progress=said.append)
     assert sorted(word for line in said for word in line.split() if word in ("tuned", "failed")) == ["failed", "tuned"]
-    assert [p.op for p in tuned.load(tmp_path / "tuning" / TABLE, "").entries] == ["add"]
+    assert [p.op for p in loaded(tmp_path / "tuning" / TABLE).entries] == ["add"]
 
 
 def test_where_it_writes(gpu, tmp_path):
@@ -300,7 +305,7 @@ def test_where_it_writes(gpu, tmp_path):
     mine = tmp_path / "a" / "mine.json"
     for write, path in (("shipped", tmp_path / "shipped" / "NVIDIA_H200.json"), (mine, mine)):
         tune.tune(f, X, write=write, progress=lambda _: None)
-        assert len(tuned.load(path, "").entries) == 1
+        assert len(loaded(path).entries) == 1
     assert tuned_now().source == "tuned table (shipped)"
     with pytest.raises(JtopsError, match="tune: /proc/a cannot be written"):
         tune.tune(f, X, write="/proc/a/b.json")
@@ -380,12 +385,12 @@ def test_tune_on_the_gpu(tmp_path):
     assert result.said in ("tuned", "heuristic")
     assert 0 < result.seconds <= result.heuristic_seconds < 1e-3
     assert result.dropped == ()
-    assert len(tuned.load(path, "").entries if path.exists() else ()) == (result.said == "tuned")  # a race may go either way
+    assert len(loaded(path).entries if path.exists() else ()) == (result.said == "tuned")  # a race may go either way
     slow = Config(BLOCK_M=1, BLOCK_N=64, PROGRAMS=16, num_warps=1)
     device = target.present()
     (task,) = tune._tasks(jtops.softmax, (x,), "cuda")
-    tuned.store(tuned.user_directory() / tuned.file_name(device.device_kind), device.device_kind, str(task.choice.target),
-                [tuned.Entry(result.problem, slow.kwargs, task.choice.fingerprint, 1.0, 2.0)])  # fmt: skip
+    tuning_table.update(tuned.user_directory() / tuned.file_name(device.device_kind), device.device_kind, str(task.choice.target),
+                [tuning_table.Entry(result.problem, slow.kwargs, task.choice.fingerprint, 1.0, 2.0)])  # fmt: skip
     (launch,) = jtops.explain(jtops.softmax, x)
     assert (launch.config, launch.options["num_warps"]) == ("tuned table (user)", 1)
     trial = prepared(task, device)
