@@ -124,14 +124,19 @@ def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
 
 def neighbours(start: Config) -> list[Config]:
     """Configs one step away: a block, the warps or the stages more or less, or two of them so that the rest fits."""
-    now = start.kwargs
-    tiles = [name for name in start.blocks if name != "PROGRAMS"]
+    now, groups, stages = start.kwargs, start.blocks.get("WARPGROUPS"), start["num_stages"] or 1
+    tiles = [name for name in start.blocks if name not in ("PROGRAMS", "WARPGROUPS")]
     scaled = lambda **factors: now | {name: int(now[name] * factor) for name, factor in factors.items()}
-    made = [scaled(**{name: factor}) for name in (*tiles, "num_warps") for factor in (2, 0.5)]
-    made += [scaled(**{name: factor, "num_warps": factor}) for name in tiles for factor in (2, 0.5)]
+    made = [scaled(**{name: factor}) for name in tiles for factor in (2, 0.5)]
     made += [scaled(**{more: 2, less: 0.5}) for more, less in itertools.permutations(tiles, 2)]
-    stages = now["num_stages"] or 1
     made += [now | {"num_stages": s} for s in (stages - 1, stages + 1)]
+    if groups is None:
+        made += [scaled(**more, num_warps=factor) for factor in (2, 0.5) for more in ({}, *({name: factor} for name in tiles))]
+    else:  # of four warps each
+        for step, factor in ((1, 0.5), (-1, 2)):
+            made += [now | {"WARPGROUPS": groups + step}]
+            made += [scaled(**{name: factor}) | {"WARPGROUPS": groups + step} for name in tiles]
+            made += [scaled(**{name: factor}) | {"num_stages": stages + step} for name in tiles]
     if (programs := now.get("PROGRAMS")) is not None:
         others = (128, 256, 512, 1024) if programs >= _ALL else (programs // 2, programs * 2, 1 << 30)
         made += [now | {"PROGRAMS": p} for p in others]
@@ -211,7 +216,7 @@ class _Trial(timing.Trial):
                 self.programs[candidate] = self.loaded(lowered.compile()), self.calls
                 with _running:  # the driver compiles, too, and may find that the GPU has less than is asked for
                     self.run(candidate)
-            except (KernelCompileError, UnsupportedError, jax.errors.JaxRuntimeError) as error:
+            except (KernelCompileError, UnsupportedError, ValueError, jax.errors.JaxRuntimeError) as error:
                 return error
         return None
 
@@ -278,6 +283,14 @@ def _again(task: _Task, device: Any, config: Config) -> _Steps[Result]:
     return Result(problem, *(("tuned", config) if kept else ("heuristic", heuristic)), seconds[config], seconds[heuristic])
 
 
+def _error(future: concurrent.futures.Future) -> Exception | None:
+    """What is wrong with what a future builds."""
+    if not future.done():
+        return TimeoutError("it takes too long")
+    raised = future.exception()
+    return raised if isinstance(raised, Exception) else future.result()
+
+
 def _in_turns(tasks: Sequence[_Task], work: Callable[..., _Steps[Result]], end: float) -> Iterator[tuple[_Task, Result]]:
     """The results of ``work(task, more)``, as they come; the first tasks come first.
 
@@ -317,7 +330,7 @@ def _in_turns(tasks: Sequence[_Task], work: Callable[..., _Steps[Result]], end: 
             concurrent.futures.wait(every, None if end == math.inf else max(1.0, end - time.monotonic()))
             for key, some in futures.items():
                 task, steps, _ = active[key]
-                active[key] = task, steps, [f.result() if f.done() else TimeoutError("no time") for f in some]
+                active[key] = task, steps, [_error(f) for f in some]
             turns.append(time.monotonic() - start)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

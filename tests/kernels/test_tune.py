@@ -81,6 +81,7 @@ STARTS = [
     Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=256, num_warps=8, num_stages=1),
     Config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=3),
     Config(BLOCK_M=1, BLOCK_N=1, num_warps=1),
+    Config(BLOCK_N=128, WARPGROUPS=2, num_stages=2),
 ]
 
 
@@ -93,6 +94,9 @@ def test_neighbours(start):
         assert new.blocks.keys() == start.blocks.keys()
         changed = {k for k in new.kwargs if new[k] != start[k]}
         assert 1 <= len(changed) <= 2, new
+    if "WARPGROUPS" in start.blocks:  # one more or less, of as many warps as there are in each
+        assert {c["WARPGROUPS"] for c in around} == {1, 2, 3}
+        assert {c["num_warps"] for c in around} == {4}
 
 
 # ------------------------------------------------------------------------------------------------- on a GPU that is not there
@@ -218,6 +222,13 @@ def test_configs_that_do_not_compile_are_left_out(gpu):
     gpu.fails = lambda c: c["BLOCK_M"] in (8, 32)
     (result,) = tune.tune(f, X, progress=lambda _: None)
     assert result.said == "heuristic"
+
+    def refused(c):
+        if c["BLOCK_M"] in (8, 32):
+            raise ValueError("a launcher has no such blocks")
+
+    gpu.fails = refused
+    assert tune.tune(f, X, progress=lambda _: None)[0].said == "heuristic"
     gpu.fails = lambda c: True
     with pytest.raises(KernelCompileError, match="it does not fit"):
         tune.tune(f, X, progress=lambda _: None)

@@ -25,7 +25,7 @@ from jtops.core.tuning.table import Entry, Problem, Table, say_once
 from jtops.errors import JtopsError
 from jtops.kernels._lib.frame.config import Config
 
-SHIPPED = Path(__file__).parents[1] / "tuned"
+SHIPPED = Path(__file__).parents[2] / "tuned"
 _local = threading.local()
 _fingerprints: dict[tuple[int, ...], tuple[tuple, str]] = cache.store({})  # by identity, of kernels that stay: see `fingerprint`
 
