@@ -5,6 +5,7 @@ import itertools
 import json
 import threading
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +279,13 @@ def test_explain_says_the_source():
 
 # ---------------------------------------------------------------------------------------------------------- shipped tables
 
+SHIPPED = tuned.SHIPPED  # the tests above have another
 SHIPPED_TABLES = [loaded(path) for path in sorted(tuned.SHIPPED.glob("*.json"))]
+
+
+def test_shipped_tables_are_where_the_package_has_them():
+    """As its package data say: ``kernels/tuned/*.json``."""
+    assert SHIPPED == Path(jtops.__file__).parent / "kernels" / "tuned"
 
 
 def shipped_tasks(table) -> dict[tuning_table.Problem, tune._Task]:
