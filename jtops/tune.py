@@ -22,7 +22,6 @@ import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -51,7 +50,6 @@ STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a conf
 SLOWER = 1.02  # of the heuristic's, for `check` to delete an entry
 _ALL = 1 << 20  # PROGRAMS from here on is one for each tile
 _AT_ONCE, _HELD = 4, 2**33  # choices under way at once, so that the compiler's threads have work; bytes of their operands
-_running = threading.Semaphore(4)  # programs that are tried at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,9 +211,7 @@ class _Trial(timing.Trial):
                 twin = self.texts.setdefault(hashlib.sha256(lowered.as_text().encode()).hexdigest(), candidate)
                 if twin != candidate:
                     return JtopsError(f"{candidate} makes the same program as {twin}")
-                self.programs[candidate] = self.loaded(lowered.compile()), self.calls
-                with _running:  # the driver compiles, too, and may find that the GPU has less than is asked for
-                    self.run(candidate)
+                self.load(candidate, lowered)
             except (KernelCompileError, UnsupportedError, ValueError, jax.errors.JaxRuntimeError) as error:
                 return error
         return None

@@ -285,7 +285,7 @@ SHIPPED_TABLES = [loaded(path) for path in sorted(tuned.SHIPPED.glob("*.json"))]
 
 def test_shipped_tables_are_where_the_package_has_them():
     """As its package data say: ``kernels/tuned/*.json``."""
-    assert SHIPPED == Path(jtops.__file__).parent / "kernels" / "tuned"
+    assert Path(jtops.__file__).parent / "kernels" / "tuned" == SHIPPED
 
 
 def shipped_tasks(table) -> dict[tuning_table.Problem, tune._Task]:

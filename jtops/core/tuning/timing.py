@@ -3,6 +3,7 @@
 import contextlib
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 ROUNDS, ROUND_SECONDS, CHAIN = 7, 2e-3, 16
 COLD, RESULTS = 2**28, 2**30  # bytes: of operands that no cache holds; of results that a program may have
+_running = threading.Semaphore(4)  # programs that are tried at once, for the memory of their results
 GIVE_UP = 2.0  # times the fastest: slower ones are not measured further
 
 
@@ -78,6 +80,13 @@ class Trial:
 
         return once
 
+    def load(self, name: Any, lowered: Any) -> None:
+        """Compile what `lower` made of `calls`, and run it once; it is known by `name` if it ran."""
+        program = self.loaded(lowered.compile())
+        with _running:  # the driver compiles, too, and may find that the GPU has less than is asked for
+            jax.block_until_ready(program())
+        self.programs[name] = program, self.calls
+
     def _scratch(self) -> list[jax.Array]:
         return [jnp.zeros(self.avals[i].shape, self.avals[i].dtype) for i in self.updated]
 
@@ -125,9 +134,7 @@ def measure(calls: Mapping[str, Callable], avals, device: Any, updated: Sequence
     def build(names: list[str]) -> None:
         for name in names:
             try:
-                program = trial.program(calls[name], trial.calls)
-                jax.block_until_ready(program())  # loaded, and known to run
-                trial.programs[name] = program, trial.calls
+                trial.load(name, trial.lower(calls[name], trial.calls))
             except jax.errors.JaxRuntimeError as error:
                 if name not in trial.programs:  # else one call's program is timed
                     failed[name] = error
