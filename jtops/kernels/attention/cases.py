@@ -10,7 +10,7 @@ def _qkv(b, s, t, h, g, d, e=None):
 
 
 def _lengths(b, s, t):
-    """Some past what there is: then all counts."""
+    """Lengths, some of them past what there is: then everything counts."""
     return {"q_lengths": lengths((b,), s + 2), "kv_lengths": lengths((b,), t + 2)}
 
 
@@ -23,7 +23,7 @@ def _bytes(_, q, k, v, **__) -> int:
 
 
 def _flops(options, q, k, v, **__) -> int:
-    """Of the two products of the forward; half of the scores are masked where attention is causal."""
+    """The floating-point operations of the forward's two products; half of the scores are masked where attention is causal."""
     (b, s, h, d), (_, t, _, e) = q.shape, v.shape
     return 2 * b * h * s * t * (d + e) // (2 if options.get("causal") else 1)
 

@@ -8,7 +8,7 @@ _TILES, _BLOCKS, _SPLIT = (Config(BLOCK_M=2, BLOCK_N=n, PROGRAMS=p) for n, p in 
 
 
 def _rows(names, *shape, mean=0.0, std=1.0):
-    """x, and of residual, scale and bias those that are named."""
+    """The inputs: x, and those of residual, scale and bias that are named."""
     found = {"x": normal(shape, mean, std)}
     return found | {name: normal(shape if name == "residual" else shape[-1:]) for name in names.split()}
 
@@ -19,7 +19,7 @@ def _models(names):
 
 
 def _size(operands) -> int:
-    """Bytes of the parameters."""
+    """The bytes of the parameters."""
     return sum(p.nbytes for name, p in operands.items() if name in ("scale", "bias"))
 
 
