@@ -51,7 +51,7 @@ class Output:
 
 
 def _same_number(value: Any) -> Any:
-    """A key that is equal where a kernel cannot tell constants apart: Python has 0.0 == -0.0, 1 == 1.0 == True, and no equal NaN."""
+    """A key, equal where a kernel cannot tell constants apart: Python has 0.0 == -0.0, 1 == 1.0 == True, and no equal NaN."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_same_number, value))
     return type(value), str(value) if isinstance(value, float | np.floating) else value

@@ -120,13 +120,13 @@ def pointers(side, batch, rows, columns):
 
 @triton.jit
 def step_down(side, ROWS: tl.constexpr):
-    """From a tile's pointers to those of the tile below it."""
+    """Step from a tile's pointers to those of the tile below it."""
     return ROWS * (1 if side.layout == "columns" else tl.full((), 1, tl.int64) * side.length)
 
 
 @triton.jit
 def step_right(side, COLUMNS: tl.constexpr):
-    """From a tile's pointers to those of the tile on its right."""
+    """Step from a tile's pointers to those of the tile on its right."""
     return COLUMNS * (tl.full((), 1, tl.int64) * side.length if side.layout == "columns" else 1)
 
 

@@ -1,0 +1,88 @@
+"""Docstrings open with what the thing is or does: a sentence that starts and ends as one, not a fragment of it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "jtops").rglob("*.py"))
+
+# Sentences that lack what they speak of ("Of the user's tables.", "Without blanks.", "The array's."), arrows in place of a verb, questions,
+# exceptions in place of what raises them, and pronouns that point at nothing.
+FRAGMENT = re.compile(
+    r"(Of|Without|With|To|By|From|For|In|Into|Per|As|Always|Never|Once|Those|That|Is|Are|Does|Do|Can)\b"
+    r"|(Type|Value|Unsupported)Error\b"
+    r"|->|.*\?$"
+    r"|The (\w+ )?(same|\w+'s?)\.$"
+    r"|(The )?[Ll]auncher[.:]"
+)
+OPENING = re.compile(
+    r"[A-Z`]|[a-z_]+\w*(:|, \w+| and \w+|'s? )"
+)  # a capital, code, or a name: of what the module makes, or jaxlib's own
+
+
+def docstrings(path: Path) -> list[tuple[str, str]]:
+    """(where, docstring) of the module and of all its public classes and functions."""
+    found = []
+
+    def walk(node, name):
+        text = ast.get_docstring(node)
+        if text:
+            found.append((name, text))
+        for child in node.body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+                walk(child, f"{name}:{child.name}")
+
+    walk(ast.parse(path.read_text()), str(path.relative_to(ROOT)))
+    return found
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first period that ends a sentence; the whole paragraph where there is none."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    found = re.match(r"(``.*?``|`.*?`|.)*?[.?!](?=\s|$)", paragraph)
+    return found[0] if found else paragraph
+
+
+def faults(text: str) -> list[str]:
+    sentence = first_sentence(text)
+    found = []
+    if not OPENING.match(sentence):
+        found.append("does not start with a capital or code")
+    if not sentence.endswith("."):
+        found.append("does not end with a period")
+    if FRAGMENT.match(sentence):
+        found.append("is a fragment")
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Of the user's tables.",
+        "Without blanks.",
+        "The array's.",
+        "The same.",
+        "-> rows, columns.",
+        "ValueError for tiles.",
+        "Launcher.",
+    ]
+    + ["Is it a kernel?", "the same, clipped.", "No end", "To ints.", "[n] -> [m]."],
+)
+def test_fragment_is_found(text):
+    assert faults(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["The array's size.", "``a / b`` rounded up.", "jtops: ops for JAX.", "A row, e.g. of 3.5 GB.\n\nTo be read."]
+)
+def test_sentence_is_none(text):
+    assert not faults(text)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_docstrings_are_sentences(path):
+    wrong = [f"{where}: {first_sentence(text)!r} {fault}" for where, text in docstrings(path) for fault in faults(text)]
+    assert not wrong, "\n".join(wrong)
