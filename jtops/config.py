@@ -62,11 +62,14 @@ implementation: Setting[Implementation] = jax_compat.config_state(
     values=("triton", "xla", "interpret"),
 )
 
+TARGETS = "an architecture, such as 'sm_90' (H100, H200), 'sm_100' (B200) or 'gfx942' (MI300X)"
+
 target: Setting[str] = jax_compat.config_state(
     "jtops_target",
     "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
     "lowering on a machine without that GPU. None: the device itself.",
-    pattern=r"(sm_?)?\d{2,3}a?|\d{1,2}\.\d|gfx[0-9a-f]{3,4}",
+    pattern=r"(sm_?)?1?\d{2}a?|1?\d\.\d|gfx[0-9a-f]{3,4}",
+    pattern_means=TARGETS,
 )
 
 tuning: Setting[Literal["cached", "always", "never"]] = jax_compat.config_state(

@@ -18,6 +18,7 @@ try:
     from jax._src.callback import emit_python_callback
     from jax._src.interpreters import partial_eval
     from jax._src.interpreters.mlir import full_like_aval
+    from jax._src.lax import lax as lax_internal
     from jax._src.lib import gpu_triton
     from jax._src.state.discharge import register_discharge_rule
     from jax._src.state.types import AbstractRef, ReadEffect, TransformedRef, WriteEffect
@@ -47,6 +48,7 @@ __all__ = [
     "symbolic_zero",
     "vary_together",
     "varying_axes",
+    "weakly_typed",
     "with_settings",
     "zeros",
 ]
@@ -57,12 +59,12 @@ if parsed(jax.__version__) < MIN_JAX:
 apply_primitive = dispatch.apply_primitive
 
 
-def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pattern: str = "") -> Any:
+def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pattern: str = "", pattern_means: str = "") -> Any:
     """A setting that JAX itself tracks: context manager, ``jax.config`` option, environment variable ``NAME``.
 
-    Its value is None, or one of `values`, or a string of the form `pattern`.
+    Its value is None, or one of `values`, or a string of the form `pattern`, which errors call `pattern_means`.
     """
-    rule = f"None or one of {', '.join(map(repr, values))}" if values else f"None or a string like {pattern}"
+    rule = f"None or one of {', '.join(map(repr, values))}" if values else f"None or {pattern_means}"
 
     def check(value):
         legal = value in values if values else isinstance(value, str) and re.fullmatch(pattern, value)
@@ -124,6 +126,11 @@ def shaped_array(shape, dtype, varying: frozenset[str] = frozenset(), sharding: 
     if sharding is None:
         sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec())
     return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying))
+
+
+def weakly_typed(x):
+    """`x` as the result of arithmetic on Python's numbers: its dtype gives way to another operand's."""
+    return lax_internal._convert_element_type(x, weak_type=True)
 
 
 def symbolic_zero(x):

@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import hashlib
 import importlib.util
-import os
+import pathlib
 import sys
 import types
 from collections.abc import Callable
@@ -27,6 +27,7 @@ __all__ = [
     "GPUTarget",
     "Heuristics",
     "JITFunction",
+    "cache_directory",
     "cache_manager",
     "compile_source",
     "compiler_stages",
@@ -38,6 +39,8 @@ __all__ = [
     "kernel_key",
     "load_interpreter_module",
     "make_backend",
+    "may_be_read",
+    "min_dot_size",
     "ptxas",
     "require_triton",
     "source_of",
@@ -65,7 +68,7 @@ try:
     from triton.language import str_to_ty
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.cache import get_cache_key, get_cache_manager
-    from triton.runtime.jit import JITFunction
+    from triton.runtime.jit import JITCallable, JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
@@ -197,15 +200,47 @@ def kernel_key(kernel) -> str:
     """What tells a kernel from every other by content: its source, its helpers' and the constants they see."""
     try:
         return kernel.cache_key
-    except RuntimeError:
-        if not INTERPRET_MODE:
+    except Exception as error:
+        _without_placeholders(kernel)
+        if not INTERPRET_MODE or not isinstance(error, RuntimeError):
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def _without_placeholders(kernel) -> None:
+    """Of a kernel whose key Triton could not find it keeps a placeholder, and of its helpers, and would take it for the key."""
+    if str(kernel.hash).startswith("recursion:"):
+        kernel.hash = None
+        for value in kernel.get_capture_scope().values():
+            if isinstance(value, JITFunction):
+                _without_placeholders(value)
+
+
+def may_be_read(value) -> bool:
+    """Whether a compiled kernel may read a global of this value: a constant, kernel, module, type, or Triton's own object."""
+    ours = getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
+    module = getattr(value, "__module__", None)
+    of_triton = isinstance(module, str) and module.startswith(("triton.language", "triton.experimental.gluon.language"))
+    record = isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")
+    kinds = (types.ModuleType, JITCallable, tl.constexpr, tl.dtype)
+    named = type(value).__name__ == "InterpretedFunction"
+    allowed = triton.knobs.compilation.allow_non_constexpr_globals
+    return bool(ours or of_triton or record or named or allowed or isinstance(value, kinds))
+
+
+def min_dot_size(lhs, rhs) -> tuple[int, int, int]:
+    """The smallest (m, n, k) of a ``tl.dot`` of these types that compiles for NVIDIA GPUs."""
+    return nvidia_compiler.min_dot_size(GPUTarget("cuda", 90, 32))(lhs, rhs)
 
 
 def cache_manager(key: str) -> Any:
     """Triton's reader and writer of one folder of its disk cache."""
     return get_cache_manager(key)
+
+
+def cache_directory() -> str:
+    """Where Triton's disk cache is."""
+    return triton.knobs.cache.dir
 
 
 def forget_on_disk(source, target, options: dict[str, Any]) -> None:
@@ -215,7 +250,7 @@ def forget_on_disk(source, target, options: dict[str, Any]) -> None:
     key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
-        os.unlink(path)
+        pathlib.Path(path).unlink(missing_ok=True)  # another process may be repairing the same entry
 
 
 def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:

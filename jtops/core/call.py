@@ -51,7 +51,7 @@ def triton_call(
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
         config is settled while tracing (`jtops.core.tuning.settle`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
-        structure.
+        structure. The leaves of a dict come in the order of its sorted keys, as always in JAX: so must the kernel's outputs.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
         to those. A grid with a zero launches nothing and returns zeros.
       name: name of the launch in profiles. Default: the kernel's.

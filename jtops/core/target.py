@@ -46,9 +46,9 @@ class Target:
         name = str(text).strip().lower()
         if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
             return cls(name)
-        if match := re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", name):
+        if match := re.fullmatch(r"(?:sm_?)?(1?\d)\.?(\d)a?", name):  # 90.0 is no major and minor number
             return cls(int(match[1] + match[2]))
-        raise ValueError(f"GPU target {text!r} is not understood; write 'sm_90' (NVIDIA) or 'gfx942' (AMD).")
+        raise ValueError(f"GPU target {text!r} is not understood; write {config.TARGETS}.")
 
     @property
     def platform(self) -> str:

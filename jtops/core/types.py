@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -131,6 +131,16 @@ def _leaves(path, name, param):
         return
     for i, item in enumerate(param.items):
         yield from _leaves((*path, i), name + (f"[{i}]" if param.kind is tuple else f".{param.kind._fields[i]}"), item)
+
+
+def told(given: Iterable[tuple[str, str]]) -> str:
+    """The words of errors for what each parameter of a kernel was given, by name."""
+    given = list(given)
+    loads = any(text.startswith(("array", "*")) for _, text in given)
+    advice = " (An array is a pointer in a kernel, one without dims too: tl.load(p) is its number.)" if loads else ""
+    if any("[" in name for name, _ in given):
+        advice += " (A tuple or list is a tuple in a kernel; jnp.array makes an array of numbers.)"
+    return f"Parameters: {', '.join(f'{name}: {text}' for name, text in given)}.{advice}"
 
 
 def is_shaped(value: Any) -> bool:

@@ -83,7 +83,7 @@ def _backward(launch: Launch, x, saved, cotangents):
 
 
 def _reference(x, w_gate, w_up, *, activation, precision, dtype):
-    wide = precisions.accumulator(jnp.promote_types(x.dtype, dtype))
+    wide = precisions.accumulator(x.dtype, dtype)
     of = lambda w: jnp.matmul(x, w, precision=precisions.lax_precision(precision), preferred_element_type=wide)
     return (_plain(of(w_gate), of(w_up), activation=activation).astype(dtype),)
 

@@ -101,7 +101,7 @@ def _backward(launch: Launch, x, saved, cotangents):
 
 
 def _reference(a, b, bias, residual, *, activation, precision, dtype):
-    wide = precisions.accumulator(jnp.promote_types(a.dtype, dtype))
+    wide = precisions.accumulator(a.dtype, dtype)
     z = jnp.matmul(a, b, precision=precisions.lax_precision(precision), preferred_element_type=wide)
     y, z = (x.astype(dtype) for x in _plain_epilogue(z, bias, residual, activation))
     return (y,) if activation is None else (y, z)
@@ -278,6 +278,11 @@ SPEC = Spec(
         Case("residual", _inputs(16384, 4096, 1024, **_FULL), "and its second"),
         Case("skinny", _inputs(16, 4096, 4096, bias=True), "few rows, k split", {"activation": "silu"}),
         Case("odd", _inputs(1000, 1001, 999, **_FULL), "masks on every side", {"activation": "gelu"}),
+    ),
+    tuned=(
+        Case("up", _inputs(4096, 4096, 14336), "a feed-forward layer of an 8B model"),
+        Case("down", _inputs(4096, 14336, 4096), "its second product"),
+        Case("odd_rows", _inputs(5000, 4096, 11008), "that of a 7B model, of some number of tokens"),
     ),
     backward_kernels=3,
     kept=1,  # z; a as well, where the gradient of b is asked for

@@ -80,21 +80,23 @@ def hot_loops(code: str) -> list[collections.Counter]:
     return [collections.Counter(re.split(r"[ .]", op)[0] for op in ops[a : b + 1]) for a, b in inner]
 
 
-def kernels(d, s=1000, t=None, h=4, g=2, dtype="bfloat16", **options):
+def kernels(d, s=1000, t=None, h=4, g=2, e=None, dtype="bfloat16", **options):
     told = launch(2, s=s, **options)
     q, k = sds((2, s, h, d), dtype), sds((2, t or s, g, d), dtype)
+    out, v = sds((2, s, h, e or d), dtype), sds((2, t or s, g, e or d), dtype)
     index = sds((1, s), jnp.int32) if told.rows[7] else None
     with_index = lambda *a: run(told, *a[:5], do=a[5], index=a[6])
-    return lowered.kernels(with_index, q, k, k, q, sds((2, s, h), jnp.float32), q, index)
+    return lowered.kernels(with_index, q, k, v, out, sds((2, s, h), jnp.float32), out, index)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("window", [{}, {"right": 0}, pytest.param({"left": 100}, marks=slow), {"left": 100, "right": 7}], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow)])
+@pytest.mark.parametrize("g", [2, 4])  # of 4 heads: groups cut into parts, and none
 @pytest.mark.parametrize("d", [64, 128])
-def test_machine_code(d, dtype, window, deterministic):
+def test_machine_code(d, g, dtype, window, deterministic):
     """Products are never serialised, which ptxas only warns of, and the loops hold five products each and nothing of memory."""
-    before, main, after = kernels(d, dtype=dtype, deterministic=deterministic, **window)
+    before, main, after = kernels(d, g=g, dtype=dtype, deterministic=deterministic, **window)
     log, code = machine_code(main)
     assert "C75" not in log, log
     assert int(re.search(r"(\d+) bytes spill stores", log)[1]) <= 64
@@ -117,6 +119,14 @@ def test_one_kernel_serves_all_sizes():
     assert len(names(1000, 1024)) == 4
 
 
+@pytest.mark.parametrize(("d", "e", "block"), [(40, 56, 64), (80, 80, 128), (96, 112, 128)])
+def test_other_head_dims_share_the_main_kernel(d, e, block):
+    (before, main, after), (_, same, _) = kernels(d, e=e), kernels(block)
+    assert main.triton_kernel.hash == same.triton_kernel.hash
+    for kernel in (before, after):
+        assert "0 bytes spill stores" in machine_code(kernel)[0]
+
+
 # -------------------------------------------------------------------------------------------------------- the passes around it
 
 
@@ -124,35 +134,38 @@ def normal(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-@pytest.mark.parametrize(("d", "rows"), [(64, 128), (128, 64)])
-def test_postprocess_undoes_the_order_of_the_registers(d, rows):
-    """Written out here as the layout of wgmma's accumulators has it, number by number."""
+@pytest.mark.parametrize(("d", "block"), [(64, 64), (128, 128), (40, 64), (72, 128)])
+def test_postprocess_undoes_the_order_of_the_registers(d, block):
+    """Written out here as the layout of wgmma's accumulators has it, number by number; what is padding is left out."""
+    rows = 8192 // block
     b, s, h = 2, rows + 5, 3
     dq = np.asarray(normal(b, s, h, d))
     sums = np.full((b, h, 2, 2, 128, 32), np.nan, np.float32)
     for consumer, thread, i in np.ndindex(2, 128, 32):
         row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i // 2 % 2)
         col = 8 * (i // 4) + 2 * (thread % 4) + i % 2
-        row, col = (row, col + 64 * consumer) if d == 128 else (row + 64 * consumer, col)
+        row, col = (row, col + 64 * consumer) if block == 128 else (row + 64 * consumer, col)
         for tile in range(2):
-            if tile * rows + row < s:
+            if tile * rows + row < s and col < d:
                 sums[:, :, tile, consumer, thread, i] = dq[:, tile * rows + row, :, col]
     got = jtops.triton_call(
-        jnp.asarray(sums), kernel=postprocess_kernel, scale=np.float32(2), s=s, h=h, HEAD_DIM=d, BLOCK_M=rows, grid=b * h * 2,
-        out_type=sds(dq.shape, jnp.float32), interpret=True,
+        jnp.asarray(sums), kernel=postprocess_kernel, scale=np.float32(2), s=s, h=h, D=d, BLOCK_D=block, BLOCK_M=rows,
+        grid=b * h * 2, out_type=sds(dq.shape, jnp.float32), interpret=True,
     )  # fmt: skip
     np.testing.assert_array_equal(got, 2 * dq)
 
 
+@pytest.mark.parametrize("d", [128, 80])
 @pytest.mark.parametrize("dlse", [False, True])
-def test_preprocess(dlse):
+def test_preprocess(dlse, d):
     """delta and lse by head, in tiles; padding and dead queries have no probabilities; sums and turns begin at zero."""
-    b, s, h, d, rows = 2, 70, 3, 128, 64
+    b, s, h, rows = 2, 70, 3, 64
     out, do, lse = normal(b, s, h, d), normal(b, s, h, d, seed=1), normal(b, s, h, seed=2).at[:, 3].set(-jnp.inf)
     given = normal(b, s, h, seed=3).at[:, 3].set(jnp.nan) if dlse else None
     lines = b * h * 2
     lse2, delta, sums, turns = jtops.triton_call(
-        out, do, lse, given, kernel=preprocess_kernel, s=s, h=h, HEAD_DIM=d, BLOCK_M=rows, grid=lines, interpret=True,
+        out, do, lse, given, kernel=preprocess_kernel, s=s, h=h, E=d, BLOCK_D=128, BLOCK_M=rows, grid=lines,
+        interpret=True,
         out_type=[sds((lines * rows,), jnp.float32), sds((lines * rows,), jnp.float32), sds((lines * 256, 32), jnp.float32),
                   sds((lines,), jnp.int32)],
     )  # fmt: skip
@@ -181,13 +194,17 @@ def test_unfit():
     assert unfit(launch(), *types(), *nothing) is None
     assert unfit(launch(left=3, right=0), *types(1, 77, 64, dtype="float16"), *nothing[:4], sds((1, 1), "int32")) is None
     assert unfit(launch(config=hopper.heuristic(128)), *types(), *nothing) is None
+    for d, e in ((40, 40), (48, 64), (80, 80), (96, 128), (112, 72)):
+        assert unfit(launch(config=hopper.heuristic(d)), *types(d=d, e=e), *nothing) is None
     reasons = [
         (launch(interpret=True), types(), nothing, "interpreter"),
         (launch(target=Target.parse("sm_100")), types(), nothing, "sm_90"),
         (launch(target=Target.parse("gfx942")), types(), nothing, "sm_90"),
         (launch(), types(dtype="float32"), nothing, "float32"),
-        (launch(), types(d=96), nothing, "96"),
-        (launch(), types(d=64, e=128), nothing, "64 and 128"),
+        (launch(), types(d=32), nothing, "from 40 to 128; got 32 and 32"),
+        (launch(), types(d=100), nothing, "multiples of 8"),
+        (launch(), types(d=136), nothing, "136"),
+        (launch(), types(d=64, e=128), nothing, "one block; got 64 and 128"),
         (launch(), types(), (sds((1, 64), "int32"), sds((1, 64), "int32"), *nothing[2:]), "segment ids"),
         (launch(), types(), (None, None, sds((1,), "int32"), None, None), "lengths"),
         (launch(), types(), (None, None, None, sds((1,), "int32"), None), "lengths"),
@@ -197,6 +214,15 @@ def test_unfit():
     ]
     for told, operands, others, words in reasons:
         assert words in unfit(told, *operands, *others), words
+
+
+@pytest.mark.parametrize(
+    ("group", "programs", "parts"),
+    [(4, 528, 1), (7, 512, 7), (16, 128, 8), (6, 300, 2), (6, 150, 6), (8, 1, 8), (1, 1, 1), (71, 1000, 1)],
+)
+def test_parts_of(group, programs, parts):
+    """The fewest that give about four programs a multiprocessor; all have as many heads."""
+    assert hopper.parts_of(group, programs) == parts
 
 
 # -------------------------------------------------------------------------------------------------------------------- on a GPU
@@ -235,11 +261,11 @@ def window_of(causal, window):
 
 
 def compared(
-    s, t, *, d=128, h=2, g=2, b=1, dtype="bfloat16", causal=False, window=None, scale=None, dlse=False, deterministic=True
+    s, t, *, d=128, e=None, h=2, g=2, b=1, dtype="bfloat16", causal=False, window=None, scale=None, dlse=False, deterministic=True
 ):
     """Run it, assert that it is right; -> gradients, lse."""
-    q, do = normal(b, s, h, d, dtype=dtype), normal(b, s, h, d, seed=3, dtype=dtype)
-    k, v = normal(b, t, g, d, seed=1, dtype=dtype), normal(b, t, g, d, seed=2, dtype=dtype)
+    q, do = normal(b, s, h, d, dtype=dtype), normal(b, s, h, e or d, seed=3, dtype=dtype)
+    k, v = normal(b, t, g, d, seed=1, dtype=dtype), normal(b, t, g, e or d, seed=2, dtype=dtype)
     scale = d**-0.5 if scale is None else scale
     dlse = normal(b, s, h, seed=4) if dlse else None
     (out, lse), want = truth(q, k, v, do, dlse, causal=causal, window=window, scale=scale)
@@ -285,10 +311,37 @@ def test_windows(d, window, deterministic):
 
 @gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("h", "g"), [(8, 2), (8, 1), (6, 3)])
+@pytest.mark.parametrize(("h", "g"), [(8, 2), (8, 1), (6, 3), (28, 4), (16, 1)])
 @pytest.mark.parametrize("s", [64, 200, 577])
 def test_grouped_heads(s, h, g, causal):
     compared(s, s, h=h, g=g, b=2, causal=causal)
+
+
+@gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (70, 33)}], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("b", "h", "g", "parts"), [(66, 4, 2, 1), (33, 8, 1, 4), (3, 28, 4, 7)])
+def test_parts_of_groups(b, h, g, parts, d, options, deterministic):
+    """A program has all heads of its group, or two of eight, or one of seven."""
+    assert hopper.parts_of(h // g, b * g * 4) == parts
+    compared(130, 500, b=b, h=h, g=g, d=d, deterministic=deterministic, **options)
+
+
+@gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 33)}, {"h": 6, "dlse": True}], ids=str)
+@pytest.mark.parametrize(("s", "t"), [(64, 128), (577, 450)])
+@pytest.mark.parametrize(("d", "e"), [(40, 40), (56, 40), (48, 64), (80, 80), (96, 96), (112, 112), (72, 128), (128, 104)])
+def test_head_dims(d, e, s, t, options, deterministic):
+    compared(s, t, d=d, e=e, b=2, deterministic=deterministic, **options)
+
+
+@gpu
+@pytest.mark.parametrize(("d", "e"), [(80, 80), (48, 64)])
+def test_head_dims_of_groups_that_are_not_cut(d, e):
+    """dk and dv in q's dtype, clipped."""
+    compared(130, 500, d=d, e=e, b=66, h=4, causal=True)
 
 
 @gpu

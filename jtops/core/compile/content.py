@@ -1,9 +1,25 @@
 """What tells kernels, their helpers and their constants apart: their content, the same in every process."""
 
+import inspect
+import re
 import types
 from typing import Any
 
 from jtops._compat import triton as triton_compat
+
+
+def key_of(kernel, error_class: type[Exception], what: str) -> str:
+    """`kernel_key`; where Triton cannot read a source that names what it does not know, an error of this class that says where."""
+    try:
+        return triton_compat.kernel_key(kernel)
+    except Exception as error:
+        named = re.search(r"<function (?:.*\.)?(\w+) at ", str(error))
+        calls = re.compile(rf"\b{named[1]}\(" if named else "(?!)")
+        offset = next((i for i, text in enumerate(kernel.raw_src) if calls.search(text)), None)
+        at = f"{inspect.getsourcefile(kernel.fn)}:{kernel.starting_line_number + (offset or 0)}"
+        source = "" if offset is None else f"\n    {kernel.raw_src[offset].strip()}"
+        said = f"stage: reading its source; at {at}{source}\nTriton says: {error}"
+        raise error_class(f"kernel {kernel.__name__} {what}; {said}") from error
 
 
 def constant_text(value) -> str:

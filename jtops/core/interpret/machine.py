@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jtops._compat import triton as triton_compat
 from jtops.core.types import NUMPY_TYPES
 
 _GUARD_BYTES = 512  # between any two buffers, so that running off one does not land in the next
@@ -157,6 +158,7 @@ def make_builder(base: Any, state: Any) -> Any:
             super().__init__()
             # The kernel's own assertions are checked. Integers wrap as on GPUs: looking for overflow would triple the work.
             self.options: Any = base.InterpreterOptions(debug=True, sanitize_overflow=False)
+            self.codegen_fns["min_dot_size"] = triton_compat.min_dot_size
 
         def __getattr__(self, name):
             if not name.startswith(("create_", "get_")):
@@ -189,6 +191,14 @@ def make_builder(base: Any, state: Any) -> Any:
                 swap = lambda old, value: np.where(bits(old) == bits(wanted[at].reshape(1)), value, old)
                 found[at] = state.memory.update(ptr.data[at].reshape(1), new[at].reshape(1), every, swap)[0]
             return handle(found, cmp.dtype.scalar)
+
+        def create_descriptor_load(self, desc, *args):
+            out = super().create_descriptor_load(desc, *args)
+            if getattr(desc, "round_f32_to_tf32", False):  # 13 bits less of the fraction
+                bits = np.ascontiguousarray(out.data).view(np.uint32)
+                near = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+                out.data = np.where(np.isfinite(out.data), near.view(np.float32), out.data)
+            return out
 
         def create_descriptor_reduce(self, kind, desc, value, indices):
             ptrs, mask = desc.materialize_pointers(indices)

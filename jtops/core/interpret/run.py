@@ -15,7 +15,6 @@ import builtins
 import functools
 import inspect
 import linecache
-import os
 import threading
 import types
 from typing import Any
@@ -37,9 +36,10 @@ from jtops.core.types import (
     Scalar,
     array_of,
     leaves,
+    told,
     triton_type,
 )
-from jtops.errors import InterpreterError, UnsupportedError
+from jtops.errors import InterpreterError
 
 
 def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, aliases=(), zeroed=()) -> None:
@@ -48,8 +48,6 @@ def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, alias
     `aliases` are pairs (input, output): that output starts as a copy of that input, and the kernel writes through its parameter.
     Outputs in `zeroed` start as zeros.
     """
-    if triton_compat.is_gluon(kernel):
-        raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
     names = {(isinstance(a, Output), a.index): name for _, name, p in leaves(bound) if (a := array_of(p))}
     memory = Memory(inputs, outputs, names, aliases, zeroed)
     _machine().run(kernel, bound, grid, memory)
@@ -155,7 +153,9 @@ class _Machine(Language):
                 sizes = [value(Scalar(n, "i32")) for n in param.shape]
                 strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
                 block = [tl.constexpr(b) for b in param.block_shape]
-                return self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
+                made = self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
+                made.handle.round_f32_to_tf32 = param.round_f32_to_tf32
+                return made
             if isinstance(param, Operand | Output):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))
@@ -171,7 +171,9 @@ class _Machine(Language):
                 for state.grid_idx in every if programs is None else programs:
                     function(**arguments)
         except Exception as error:
-            raise InterpreterError(f"kernel {kernel.__name__}, program {state.grid_idx}{_user_line(error)}: {error}") from error
+            at = _kernel_line(error, {f.__code__ for f in state.functions.values()})
+            given = told((name, _told(p, memory)) for _, name, p in leaves(bound))
+            raise InterpreterError(f"kernel {kernel.__name__}, program {state.grid_idx}{at}: {error}\n{given}") from error
         finally:
             del state.functions, state.memory
 
@@ -181,10 +183,13 @@ class _Machine(Language):
         if id(kernel) not in functions:
             plain = kernel.fn
             names = _names(plain.__code__)
-            scope = {n: self.convert(plain.__globals__[n]) for n in names if n in plain.__globals__}
-            scope |= {n: f for n, f in self.names.items() if n not in scope}
-            cells = tuple(self.convert(c.cell_contents) for c in plain.__closure__ or ())
-            made = rewrite.function(kernel, scope | {"__builtins__": builtins}, cells)
+            seen = {n: plain.__globals__[n] for n in names if n in plain.__globals__}
+            seen |= {n: c.cell_contents for n, c in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)}
+            scope = _Scope((n, self.convert(v)) for n, v in seen.items() if triton_compat.may_be_read(v))
+            scope.refused = seen.keys() - scope.keys()
+            scope.update((n, f) for n, f in self.names.items() if n not in scope and n not in scope.refused)
+            scope["__builtins__"] = builtins
+            made = rewrite.function(kernel, scope)
             made.__dict__["jit_function"] = kernel
             functions[id(kernel)] = made
         return functions[id(kernel)]
@@ -237,6 +242,20 @@ class _Machine(Language):
         return self.tensor(value.handle, value.type) if plain else value
 
 
+class _Scope(dict):
+    """The globals of an interpreted kernel, without those that a compiled one may not read."""
+
+    refused: Any = ()
+
+    def __missing__(self, name):
+        if name in self.refused:
+            raise NameError(
+                f"{name} is a variable of Python; a kernel can read those outside it that are constants, "
+                f"{name} = tl.constexpr(...), or jitted functions. Pass it as an argument, or make it a constant"
+            )
+        raise KeyError(name)
+
+
 class _Helper:
     """A jitted helper seen from inside an interpreted kernel."""
 
@@ -255,6 +274,14 @@ class _Module:
 
     def __getattr__(self, name):
         return self._machine.convert(getattr(self._module, name))
+
+
+def _told(param, memory) -> str:
+    array = array_of(param)
+    if array is None:
+        return repr(param.value)
+    found = (memory.operands if isinstance(array, Operand) else memory.results)[array.index]
+    return f"array {found.dtype}{list(found.shape)}"
 
 
 def _is_builtin(value) -> bool:
@@ -276,13 +303,12 @@ def _tl_type(tl, dtype):
     return tl.dtype({"i": "int", "u": "uint"}.get(short[0], short[0]) + short[1:] if short[0] in "iu" else short)
 
 
-def _user_line(error: BaseException) -> str:
-    """The place in the kernels' sources where `error` arose: the last traceback frame that is neither Triton's nor ours."""
-    ours, found = os.path.dirname(os.path.dirname(__file__)), ""
-    step = error.__traceback__
+def _kernel_line(error: BaseException, kernels: set[types.CodeType]) -> str:
+    """The place in the kernels' sources where `error` arose: the last traceback step that is in one of them, not in Triton."""
+    found, step = "", error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        if not code.co_filename.startswith(ours) and "/triton/" not in code.co_filename and "/numpy/" not in code.co_filename:
+        if code in kernels and "/triton/" not in code.co_filename:
             source = linecache.getline(code.co_filename, step.tb_lineno).strip()
             found = f", {code.co_filename}:{step.tb_lineno}\n    {source}\n"
         step = step.tb_next

@@ -79,6 +79,7 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
     if len(args) > len(positional):
         raise TypeError(
             f"triton_call: {len(args)} positional arguments for {signature}, which has {len(positional)} parameters left for them."
+            f"{_given_twice(params, args, kwargs)}"
         )
     given = {p.name: a for p, a in zip(positional, args, strict=False)} | kwargs
     arrays: list = []
@@ -97,6 +98,8 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
             bound[n] = None
             free.append(n)
     own = [i for i in range(len(outs)) if i not in aliases.values()]
+    if len(free) < len(own) and (twice := _given_twice(params, args, kwargs)):
+        raise TypeError(f"triton_call: {signature} has {len(free)} parameters left for {len(own)} outputs.{twice}")
     if len(free) != len(own):
         raise ValueError(
             f"triton_call: out_type has {len(own)} {'unaliased ' if aliases else ''}outputs, but the arguments leave {len(free)} "
@@ -109,6 +112,12 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
     operands = tuple((n, bound[n]) for n, p in params.items() if n in given and not p.is_constexpr)
     types = [out_array(kernel, out) for out in outs]
     return tuple((n, bound[n]) for n in params), arrays, alias_pairs(kernel, aliases, operands, arrays, types)
+
+
+def _given_twice(params, args, kwargs) -> str:
+    """The end of an error message: parameters in the place of a positional argument that have a keyword, too."""
+    twice = [name for name in list(params)[: len(args)] if name in kwargs]
+    return f" Given by position and by keyword: {', '.join(twice)}." if twice else ""
 
 
 def _described(kernel, name, given, array) -> Descriptor:

@@ -11,10 +11,9 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jtops._compat import jax as jax_compat
-from jtops._compat import triton as triton_compat
 from jtops.core import notes
 from jtops.core.compile import dump
-from jtops.core.compile.content import constant_text
+from jtops.core.compile.content import constant_text, key_of
 from jtops.core.compile.kernel import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type
 from jtops.core.interpret import host_call
@@ -22,7 +21,7 @@ from jtops.core.interpret import run as interpreter
 from jtops.core.launch import ffi, ptx
 from jtops.core.target import Target, resolve
 from jtops.core.types import Constexpr, Descriptor, Operand, Output, Parameter, array_of, leaves, parameters, triton_type
-from jtops.errors import UnsupportedError
+from jtops.errors import InterpreterError, UnsupportedError
 
 export_checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (ffi.TARGET, ptx.TARGET)]
 _INTERPRETED = 'interpret=True, implementation="interpret" or jtops_implementation asks for it'
@@ -72,7 +71,7 @@ def lower_host(ctx, *operands, call):
         )
     notes.add(call.name, "interpreter", _INTERPRETED, _platform(ctx), call)
     constants = [constant_text(p.value) for _, _, p in leaves(call.bound) if isinstance(p, Constexpr)]  # helpers by content
-    kernel = triton_compat.kernel_key(call.kernel)
+    kernel = key_of(call.kernel, InterpreterError, "cannot be interpreted")
     content = (kernel, constants, call.bound, call.grid, call.aliases, call.zeroed, ctx.avals_in, ctx.avals_out)
     key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
     run = functools.partial(interpreter.run, call.kernel, call.bound, call.grid, aliases=call.aliases, zeroed=call.zeroed)

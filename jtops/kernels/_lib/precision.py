@@ -20,9 +20,9 @@ _LESS = {
 }
 
 
-def accumulator(dtype) -> jnp.dtype:
-    """The dtype that references compute in: float64 for float64, float32 for every shorter float."""
-    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+def accumulator(*dtypes) -> jnp.dtype:
+    """The dtype that references compute in: float64 where any is float64, float32 for every shorter float."""
+    return jnp.dtype(jnp.float64 if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else jnp.float32)
 
 
 def result_dtype(op: str, asked: Any, otherwise) -> jnp.dtype:

@@ -152,8 +152,14 @@ class Spec:
     backward_flops: Callable[..., int] | None = None
     one_dtype: bool = False  # operands of several dtypes are refused
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    tuned: tuple[Case, ...] = ()  # sizes of models, the most valuable first: what `jtops.tune` begins with
     alike: str = ""  # an op that runs the same kernels: what that op is tested for at once, this one is in `make test-all`
     model: bool = False  # stands for all ops in those tests of the frame that run for some ops at once
+
+    @property
+    def sizes(self) -> tuple[Case, ...]:
+        """The real ones."""
+        return (*self.tuned, *(case for case in self.compiled if case not in self.tuned))
 
     @property
     def operands(self) -> dict[str, Any]:

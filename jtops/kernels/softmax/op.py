@@ -154,6 +154,9 @@ def _backward(reduced: int, launch: Launch, operands, saved, cotangents):
 def _call(op: str, name: str, x, axis, where, **choice):
     """Check and call; return the result, the axes as indices, and whether they were moved to the end."""
     x = checks.array(op, name, x)
+    if x.ndim == 0 and axis is None:  # of one element
+        y, _, moved = _call(op, name, x.reshape(1), 0, where, **choice)
+        return y.reshape(()), (), moved
     named = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     axes = tuple(checks.axis_index(op, a, x.ndim) for a in named)
     if len(set(axes)) != len(axes) or not axes:

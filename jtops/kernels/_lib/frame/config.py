@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 _OPTIONS = {"num_warps": 4, "num_stages": None, "cluster_size": 1, "variant": None}  # and their defaults
 
 
@@ -35,7 +37,9 @@ class Config:
         cluster_size = 1 if cluster_size is None else cluster_size
         if cluster_size not in range(1, 9):
             raise ValueError(f"Config: cluster_size must be an int from 1 to 8; got {cluster_size!r}.")
-        powers: dict[str, Any] = {"num_warps": num_warps, **blocks}
+        plain = lambda value: int(value) if isinstance(value, np.integer) else value
+        num_stages, cluster_size = plain(num_stages), int(cluster_size)
+        powers: dict[str, Any] = {name: plain(value) for name, value in {"num_warps": num_warps, **blocks}.items()}
         for name, value in powers.items():
             if name == "PROGRAMS" and value is None:
                 continue

@@ -192,9 +192,18 @@ class Launch:
                 cost_estimate={"flops": flops, "bytes_accessed": moved},
                 **config.kwargs,
                 **options,
-                **arguments,
+                **(arguments | {n: _single(arguments[n]) for n in params}),
             )
         return dict.fromkeys(outputs) | dict(zip(types, out, strict=True))
+
+
+def _single(value: Any) -> Any:
+    """A float as float32, in which kernels compute: Triton would make a float64 of one that only float64 holds."""
+    if isinstance(value, tuple):
+        parts = map(_single, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    with np.errstate(over="ignore"):
+        return np.float32(value) if isinstance(value, float) else value
 
 
 def _params(kernels: tuple) -> dict[str, bool]:

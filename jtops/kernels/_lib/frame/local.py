@@ -11,12 +11,13 @@ from jtops.core import notes, target
 from jtops.core.mesh import partition
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.launch import Launch, Rows
-from jtops.kernels._lib.frame.stages import Call, Refused, batch_shape, out_types, reference_stage, spread, types_of
+from jtops.kernels._lib.frame.stages import Call, Refused, batch_shape, out_types, own_promotion, reference_stage, spread, types_of
 from jtops.kernels._lib.frame.variants import settled
 
 KERNEL_PLATFORMS = ("cuda", "rocm")
 
 
+@own_promotion
 def run_kernel(call: Call, platform: str, *args) -> list:
     """Make the batch axes one, launch, and give results their batch axes back. Runs on whole arrays or on a device's shards."""
     op, n, shape, types = call.op, call.n_batch, batch_shape(call, args), out_types(call, types_of(args))

@@ -129,6 +129,17 @@ class Call:
         return (ins + saved + moved, live) if self.stage == "jvp" else (ins + saved + live, moved)
 
 
+def own_promotion(f: Callable) -> Callable:
+    """`f`, in which arrays promote as jax.numpy does by default: the caller's settings are about what the caller writes."""
+
+    @functools.wraps(f)
+    def g(*args, **options):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return f(*args, **options)
+
+    return g
+
+
 def picked(xs, mask) -> list:
     """The elements of `xs` where `mask` is true."""
     return [x for x, m in zip(xs, mask, strict=True) if m]

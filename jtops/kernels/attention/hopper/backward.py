@@ -5,6 +5,13 @@ dv = p^T do. A program owns BLOCK_N = 128 keys of one key/value head and walks o
 them, of all query heads of the group one after the other; so dk and dv are sums in registers, and dq is added up in memory, in
 float32. `backward_ends` has the kernels before (delta, lse in base 2, zeros) and after (dq in its own type and order).
 
+**Head dims.** Tiles have HEAD_DIM columns, 64 or 128. Where a head has fewer, TMA fills them up with zeros, so that the products'
+further columns are zero, and does not write those.
+
+**Parts of a group.** Where blocks of keys and key/value heads are too few to fill the GPU, a program has the query heads of one
+part of the group only: parts are to programs what key/value heads are otherwise, `parts` of them reading the same keys. Each writes
+its dk and dv in float32, and XLA adds the parts up, always in the same order.
+
 Three partitions of four warps::
 
     mover         loads by TMA, adds tiles of dq to memory by TMA; 24 registers a thread
@@ -83,6 +90,7 @@ from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.device.rows import row
 from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels.attention.hopper.backward_ends import postprocess_kernel, preprocess_kernel
+from jtops.kernels.attention.hopper.forward import head_block
 from jtops.kernels.attention.mask import mask_of
 
 LOG2E = 1.4426950408889634
@@ -100,7 +108,7 @@ NEVER = gl.constexpr(1 << 30)
 
 
 class Inputs(NamedTuple):
-    """Descriptors. q, do: [1, BLOCK_M, HEAD_DIM] of [batch, s, heads * HEAD_DIM]; k, v: [1, BLOCK_N, HEAD_DIM], likewise.
+    """Descriptors. q, do: blocks [1, BLOCK_M, 1, HEAD_DIM] of [batch, s, heads, head dim]; k, v: [1, BLOCK_N, 1, HEAD_DIM].
 
     lse, delta: [BLOCK_M] of a line; sums, dq in float32: [128, 32], a quarter of 16 KiB (see `backward_ends`).
     """
@@ -123,12 +131,13 @@ class InputRows(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes; `g` key/value heads, each of `group` query heads; `section`: how many key/value heads share the L2 cache."""
+    """Sizes; `g` parts of groups, `parts` a key/value head, of `group` query heads each; `section` of them share the L2 cache."""
 
     s: Any
     t: Any
     g: Any
     group: Any
+    parts: Any
     q_size: Any
     section: Any
 
@@ -173,20 +182,20 @@ class Shared:
 
 @aggregate
 class Work:
-    """A program's: block `block` of the keys of head `kv_head` of batch element `b`, and of the queries tiles `start` to `stop`."""
+    """A program's: block `block` of the keys, and tiles `start` to `stop` of the queries, of part `part` of batch element `b`."""
 
     b: gl.tensor
-    kv_head: gl.tensor
+    part: gl.tensor
     block: gl.tensor
     start: gl.tensor
     stop: gl.tensor
-    steps: gl.tensor  # tiles of all heads of the group
+    steps: gl.tensor  # tiles of all heads of the part
     shift: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, kv_head, block, start, stop, steps, shift):
+    def __init__(self, b, part, block, start, stop, steps, shift):
         self.b = b
-        self.kv_head = kv_head
+        self.part = part
         self.block = block
         self.start = start
         self.stop = stop
@@ -204,27 +213,27 @@ def work_of(
     start = gl.to_tensor(0)
     stop = gl.cdiv(shape.s, BLOCK_M)
     if RIGHT:
-        # Sections of heads whose queries stay in L2; within one, blocks of equal length beside each other.
+        # Sections of parts whose queries stay in L2; within one, blocks of equal length beside each other.
         first = program // (shape.section * blocks) * shape.section
         width = gl.minimum(shape.section, programs // blocks - first)
         within = program - first * blocks
-        head = first + within % width
+        part = first + within % width
         block = within // width
         if DETERMINISTIC:
             block = blocks - 1 - block
         start = gl.maximum(block * BLOCK_N - shift - window.right, 0) // BLOCK_M
     else:
-        head = program // blocks
+        part = program // blocks
         block = program % blocks
     if LEFT:
         stop = gl.cdiv(gl.maximum(gl.minimum(shape.s, block * BLOCK_N + BLOCK_N + window.left - shift), 0), BLOCK_M)
     tiles = gl.maximum(stop - start, 0)
-    return Work(head // shape.g, head % shape.g, block, start, stop, tiles * shape.group, shift)
+    return Work(part // shape.g, part % shape.g, block, start, stop, tiles * shape.group, shift)
 
 
 @gluon.jit
 def following(head, tile, work):
-    """The (head, tile) after this one: the next head of the group comes after the last tile."""
+    """The (head, tile) after this one: the next head of the part comes after the last tile."""
     wraps = tile + 1 >= work.stop
     return gl.where(wraps, head + 1, head), gl.where(wraps, work.start, tile + 1)
 
@@ -253,12 +262,12 @@ class Source:
 
 @gluon.jit
 def load_tile(x_desc, x, line_desc, x_line, full, slot, batch, source, head, tile):
-    """A tile of q or do with its lse or delta, of the group's head `head`."""
+    """A tile of q or do with its lse or delta, of the part's head `head`."""
     BLOCK_M: gl.constexpr = x.shape[2]
-    HEAD_DIM: gl.constexpr = x.shape[3]
+    HEAD_DIM: gl.constexpr = x.shape[4]
     line = source.first_line + head * source.tiles + tile
     mbarrier.expect(full.index(slot), BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4)
-    tma_load(x_desc, [batch, tile * BLOCK_M, (source.first_head + head) * HEAD_DIM], full.index(slot), x.index(slot))
+    tma_load(x_desc, [batch, tile * BLOCK_M, source.first_head + head, 0], full.index(slot), x.index(slot))
     tma_load(line_desc, [line * BLOCK_M], full.index(slot), x_line.index(slot))
 
 
@@ -321,17 +330,18 @@ def mover(
     """Loads two tiles ahead of the consumers, and adds to memory what they have made of dq."""
     BLOCK_M: gl.constexpr = m.q.shape[2]
     BLOCK_N: gl.constexpr = m.k.shape[2]
-    HEAD_DIM: gl.constexpr = m.q.shape[3]
+    HEAD_DIM: gl.constexpr = m.q.shape[4]
     tiles = gl.cdiv(shape.s, BLOCK_M)
-    first_head = work.kv_head * shape.group
+    first_head = work.part * shape.group
+    kv_head = work.part // shape.parts
     first_line = (work.b * shape.g * shape.group + first_head) * tiles
     source = Source(row(work.b, rows.q), work.b, first_head, first_line, tiles)
     head = gl.to_tensor(0)
     tile = work.start
     if work.steps > 0:
         load_q(inputs, m, 0, source, head, tile)
-    at_k = [row(work.b, rows.k), work.block * BLOCK_N, work.kv_head * HEAD_DIM]
-    at_v = [row(work.b, rows.v), work.block * BLOCK_N, work.kv_head * HEAD_DIM]
+    at_k = [row(work.b, rows.k), work.block * BLOCK_N, kv_head, 0]
+    at_v = [row(work.b, rows.v), work.block * BLOCK_N, kv_head, 0]
     mbarrier.expect(m.kv_full.index(0), 2 * BLOCK_N * HEAD_DIM * 2)
     tma_load(inputs.k, at_k, m.kv_full.index(0), m.k.index(0))
     tma_load(inputs.v, at_v, m.kv_full.index(0), m.v.index(0))
@@ -428,7 +438,7 @@ def add_tile(
     """Adds what a tile of queries gives to dk and dv of the consumer's 64 keys; hands its half of the tile's dq to the mover."""
     BLOCK_M: gl.constexpr = m.q.shape[2]
     BLOCK_N: gl.constexpr = m.k.shape[2]
-    HEAD_DIM: gl.constexpr = m.q.shape[3]
+    HEAD_DIM: gl.constexpr = m.q.shape[4]
     dtype: gl.constexpr = m.q.dtype
     scores_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     keys_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
@@ -499,6 +509,35 @@ def add_tile(
 
 
 @gluon.jit
+def store(dk, dv, dk_desc, dv_desc, m, work, CONSUMER: gl.constexpr):
+    """Round dk and dv of a consumer's keys, and write them."""
+    BLOCK_N: gl.constexpr = m.k.shape[2]
+    HEAD_DIM: gl.constexpr = m.q.shape[4]
+    dtype: gl.constexpr = m.q.dtype
+    first_key = work.block * BLOCK_N + CONSUMER * 64
+    m.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dk.to(dtype))
+    m.v.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dv.to(dtype))
+    fence_async_shared()
+    tma_store(dk_desc, [work.b, first_key, work.part, 0], m.k.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store(dv_desc, [work.b, first_key, work.part, 0], m.v.index(0).slice(CONSUMER * 64, 64, 1))
+    tma_store_wait(0)
+
+
+@gluon.jit
+def store_part(x, desc, m, work, CONSUMER: gl.constexpr):
+    """Write the dk or dv of a part: in float32 it fills all of K's memory, or V's."""
+    first_key = work.block * m.k.shape[2] + CONSUMER * 64
+    staged = m.k.index(0)
+    if CONSUMER == 1:
+        staged = m.v.index(0)
+    staged = staged._reinterpret(gl.float32, desc.block_type.shape, desc.layout)
+    staged.reshape(x.shape).store(x)
+    fence_async_shared()
+    tma_store(desc, [work.b, first_key, work.part, 0], staged)
+    tma_store_wait(0)
+
+
+@gluon.jit
 def consumer(
     dk_desc, dv_desc, m, work, t, window, scale, scale2, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr,
     CONSUMER: gl.constexpr,
@@ -506,7 +545,7 @@ def consumer(
     """dk and dv of 64 keys: zero where no query sees any."""
     BLOCK_M: gl.constexpr = m.q.shape[2]
     BLOCK_N: gl.constexpr = m.k.shape[2]
-    HEAD_DIM: gl.constexpr = m.q.shape[3]
+    HEAD_DIM: gl.constexpr = m.q.shape[4]
     scores_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     keys_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
     first_key = work.block * BLOCK_N + CONSUMER * 64
@@ -523,13 +562,11 @@ def consumer(
         dk, dv = add_tile(dk, dv, step, tile, m, past_last, past_first, bits, scale2, LEFT, RIGHT, EDGE, CONSUMER)
         _, tile = following(0, tile, work)
     named_barrier_sync(DS_FULL, 256)  # both have read K and V to the end: they become staging
-    dtype: gl.constexpr = m.q.dtype
-    m.k.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store((dk * scale).to(dtype))
-    m.v.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(CONSUMER * 64, 64, 0).store(dv.to(dtype))
-    fence_async_shared()
-    tma_store(dk_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.k.index(0).slice(CONSUMER * 64, 64, 1))
-    tma_store(dv_desc, [work.b, first_key, work.kv_head * HEAD_DIM], m.v.index(0).slice(CONSUMER * 64, 64, 1))
-    tma_store_wait(0)
+    if dk_desc.dtype == gl.float32:
+        store_part(dk * scale, dk_desc, m, work, CONSUMER)
+        store_part(dv, dv_desc, m, work, CONSUMER)
+    else:
+        store(dk * scale, dv, dk_desc, dv_desc, m, work, CONSUMER)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the kernel
@@ -541,7 +578,10 @@ def backward_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, EDGE: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One program: dk and dv of a block of keys, and what it adds to dq. Blocks of dk and dv: [1, 64, HEAD_DIM]."""
+    """One program: dk and dv of a block of keys, and what it adds to dq.
+
+    Blocks of dk and dv: [1, 64, 1, HEAD_DIM], of [batch, t, parts of groups, head dim]; in float32 where parts are to be added up.
+    """
     shift = gl.to_tensor(0)
     if offset_ptr is not None:
         shift = gl.load(offset_ptr)
@@ -551,10 +591,10 @@ def backward_kernel(
         gl.program_id(0), gl.num_programs(0), shape, window, shift, BLOCK_M, BLOCK_N, LEFT, RIGHT, DETERMINISTIC
     )  # fmt: skip
     dtype: gl.constexpr = inputs.q.dtype
-    q = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, HEAD_DIM], inputs.q.layout)
-    do = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, HEAD_DIM], inputs.do.layout)
-    k = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], inputs.k.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, HEAD_DIM], inputs.v.layout)
+    q = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], inputs.q.layout)
+    do = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], inputs.do.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, HEAD_DIM], inputs.k.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, HEAD_DIM], inputs.v.layout)
     ds = gl.allocate_shared_memory(
         dtype, [2, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
     )  # fmt: skip
@@ -578,13 +618,14 @@ def backward_kernel(
 
 # -------------------------------------------------------------------------------------------------------------- the launcher
 
+MULTIPROCESSORS = 132  # of an H100 or H200, where programs should be several times as many
 _L2_BYTES = 40 << 20  # of an H100's or H200's 50 MiB
 _MAX_SIZE = 1 << 28  # of a sequence: positions are compared in 32 bits, with room for a window and an offset
 
 
 def heuristic(head_dim: int) -> Config:
-    """The tiles: as many numbers of q a tile for either head dim. There are no others."""
-    return Config(BLOCK_M=8192 // head_dim, BLOCK_N=128, num_warps=4)
+    """The tiles: as many numbers of q a tile for either block of a head. There are no others."""
+    return Config(BLOCK_M=8192 // head_block(head_dim), BLOCK_N=128, num_warps=4)
 
 
 def unfit(launch: Launch, x) -> str | None:
@@ -597,35 +638,46 @@ def unfit(launch: Launch, x) -> str | None:
         return f"it is for sm_90; the target is {launch.target}"
     if x.q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it is for bfloat16 and float16; q is {x.q.dtype}"
-    if d != e or d not in (64, 128):
-        return f"it is for head dims 64 and 128, of v as of q; they are {d} and {e}"
+    if not (32 < d <= 128 and 32 < e <= 128 and d % 8 == e % 8 == 0):
+        return f"head dims must be multiples of 8 from 40 to 128; got {d} and {e}"
+    if head_block(d) != head_block(e):
+        return f"head dims of k and v must fill one block; got {d} and {e}"
     if x.q_ids is not None or x.q_lengths is not None or x.kv_lengths is not None:
         return "it knows no segment ids and no lengths"
-    if max(s, t, launch.options["q_size"]) > _MAX_SIZE or lines * d * 4 >= 1 << 38:
+    if max(s, t, launch.options["q_size"]) > _MAX_SIZE or lines * head_block(d) * 4 >= 1 << 38:
         return f"it counts in 32 bits; got {s} queries of {launch.batch} x {h} heads and {t} keys"
     if launch.config is not None and launch.config != heuristic(d):
         return f"its tiles are {heuristic(d)}; the call asks for {launch.config}"
     return None
 
 
+def parts_of(group: int, programs: int) -> int:
+    """Into how many parts a group of heads is cut, of which `programs` have one each: the fewest, alike, that fill the GPU."""
+    sizes = [n for n in range(1, group) if group % n == 0]
+    return next((n for n in sizes if n * programs >= 4 * MULTIPROCESSORS), group)
+
+
 def backward(launch: Launch, x, saved, cotangents):
     """Launcher. The gradient of lse is taken off delta, where it costs nothing."""
     q, k, v = x.q, x.k, x.v
     (out, lse), (do, dlse), mask = saved, cotangents, mask_of(launch, x)
-    (_, s, h, d), (_, t, g, _) = q.shape, v.shape
-    options, batch = launch.options, launch.batch
+    (_, s, h, d), (_, t, g, e) = q.shape, v.shape
+    do = jnp.zeros_like(out) if do is None else do
+    options, batch, block = launch.options, launch.batch, head_block(d)
     config = heuristic(d) if launch.config is None else launch.config.said_by("explicit")  # the same tiles, says `unfit`
     deterministic = options["deterministic"]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     tiles = batch * h * cdiv(s, block_m)  # of queries
+    parts = parts_of(h // g, batch * g * cdiv(t, block_n))
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    ends: dict[str, Any] = {"config": Config(BLOCK_M=block_m, num_warps=4), "grid": tiles, "s": s, "h": h, "HEAD_DIM": d}
+    ends: dict[str, Any] = {"config": Config(BLOCK_M=block_m, num_warps=4), "grid": tiles, "s": s, "h": h, "BLOCK_D": block}
     before = launch(
         preprocess_kernel,
         out_ptr=out,
-        do_ptr=jnp.zeros_like(out) if do is None else do,
+        do_ptr=do,
         lse_ptr=lse,
         dlse_ptr=dlse,
+        E=e,
         **ends,
         name="vjp_preprocess",
         outputs={
@@ -637,8 +689,7 @@ def backward(launch: Launch, x, saved, cotangents):
     )
     sums, turns = before["sums_ptr"], before["turns_ptr"]
 
-    flat = lambda x: x.reshape(*x.shape[:2], -1)  # heads side by side
-    over = lambda x, rows: TensorDescriptor.from_array(flat(x), (1, rows, d))
+    over = lambda x, rows: TensorDescriptor.from_array(x, (1, rows, 1, block))
     inputs = Inputs(
         q=over(q, block_m),
         k=over(k, block_n),
@@ -649,19 +700,20 @@ def backward(launch: Launch, x, saved, cotangents):
         sums=TensorDescriptor.from_array(sums, (128, 32)),
     )
     most = t + options["q_size"]  # a bound beyond it is none
-    section = min(batch * g, max(1, _L2_BYTES // (h // g * s * d * 8)))
-    gradient = TensorDescriptor.from_array(jax.ShapeDtypeStruct((batch, t, g * d), q.dtype), (1, 64, d))
+    heads = h // (g * parts)  # of a part
+    section = min(batch * g * parts, max(1, _L2_BYTES // (heads * s * block * 8)))
+    gradient = lambda n: over(jax.ShapeDtypeStruct((batch, t, g * parts, n), q.dtype if parts == 1 else jnp.float32), 64)
     got = launch(
         backward_kernel,
         inputs=inputs,
         turns_ptr=turns,
         offset_ptr=mask.q_index,
-        shape=Shape(s, t, g, h // g, options["q_size"], next_power_of_2(section + 1) // 2),
+        shape=Shape(s, t, g * parts, heads, parts, options["q_size"], next_power_of_2(section + 1) // 2),
         rows=InputRows(*launch.rows[:3]),
         window=Window(min(mask.left or 0, most), min(mask.right or 0, most)),
         scale=np.float32(options["scale"]),
         scale2=np.float32(options["scale"] * LOG2E),
-        HEAD_DIM=d,
+        HEAD_DIM=block,
         LEFT=mask.left is not None,
         RIGHT=mask.right is not None,
         BOTTOM_RIGHT=mask.align is not None,
@@ -669,10 +721,10 @@ def backward(launch: Launch, x, saved, cotangents):
         DETERMINISTIC=deterministic,
         config=config,
         name="vjp",
-        grid=batch * g * cdiv(t, block_n),
-        flops=10 * batch * h * s * t * d,
+        grid=batch * g * parts * cdiv(t, block_n),
+        flops=2 * batch * h * s * t * (3 * d + 2 * e),
         in_place=("inputs.sums", "turns_ptr") if deterministic else ("inputs.sums",),
-        outputs={"dk_desc": gradient, "dv_desc": gradient},
+        outputs={"dk_desc": gradient(d), "dv_desc": gradient(e)},
     )
     dq = None
     if launch.wanted.q:
@@ -680,10 +732,11 @@ def backward(launch: Launch, x, saved, cotangents):
             postprocess_kernel,
             sums_ptr=got["inputs.sums"],
             scale=np.float32(options["scale"]),
+            D=d,
             **ends,
             name="vjp_postprocess",
             outputs={"dq_ptr": jax.ShapeDtypeStruct((batch, s, h, d), q.dtype)},
         )
         dq = after["dq_ptr"]
-    dk, dv = (got[name].reshape(batch, t, g, d) for name in ("dk_desc", "dv_desc"))
-    return dq, dk, dv, None, None, None, None
+    whole = lambda x: x.reshape(batch, t, g, parts, -1).sum(3).astype(q.dtype) if parts > 1 else x
+    return dq, whole(got["dk_desc"]), whole(got["dv_desc"]), None, None, None, None
