@@ -208,7 +208,7 @@ def kernel_key(kernel) -> str:
 
 
 def _without_placeholders(kernel) -> None:
-    """Of a kernel whose key Triton could not find it keeps a placeholder, and of its helpers, and would take it for the key."""
+    """Remove the placeholders that Triton keeps, and would take for keys, where it found no key of a kernel or its helpers."""
     if str(kernel.hash).startswith("recursion:"):
         kernel.hash = None
         for value in kernel.get_capture_scope().values():
@@ -239,7 +239,7 @@ def cache_manager(key: str) -> Any:
 
 
 def cache_directory() -> str:
-    """Where Triton's disk cache is."""
+    """The directory of Triton's disk cache."""
     return triton.knobs.cache.dir
 
 

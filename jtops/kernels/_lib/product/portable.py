@@ -182,7 +182,7 @@ _WORTH_PADDING = 64  # least size in every direction
 
 
 class Epilogue(NamedTuple):
-    """What becomes of the sums.
+    """The epilogue of a product: what becomes of the sums.
 
     `kernel(sums, arguments, c_ptr, d_ptr, place)` is jitted; `arguments` is a NamedTuple or None. `plain` does the same to whole
     float32 sums [batch, m, n] in jax.numpy, where k was split. `heavy` says that it holds much beside the sums.
@@ -205,7 +205,7 @@ def product(
     epilogue: Epilogue = STORE,
     name: str = "",
 ) -> tuple[jax.Array, ...]:
-    """What `epilogue` makes of the sums of `terms`, in one launch: one or two arrays [batch, m, n] of these dtypes.
+    """Apply `epilogue` to the sums of `terms`, in one launch: one or two arrays [batch, m, n] of these dtypes.
 
     Where k is split, XLA completes the sums and applies the epilogue: two stages, and the same order every time.
     """

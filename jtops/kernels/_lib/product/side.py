@@ -12,7 +12,7 @@ from jtops.kernels._lib.frame.launch import Rows
 
 
 class Side(NamedTuple):
-    """What a kernel is told of an operand. It never reads between lines: what a line holds past the matrix is 0.
+    """What a kernel is told of an operand. It never reads between lines: elements of a line past the matrix are 0.
 
     `lines` of a matrix follow each other, each of `length` elements. `layout` says what a line is of the matrix that the product
     sees: "rows" or "columns". `masked` says which ends of it cut a tile: "rows", "columns", "both" or "none".
