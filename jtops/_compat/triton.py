@@ -148,9 +148,9 @@ def source_of(kernel, signature: dict[str, Any], constants: dict[tuple, Any], al
     """What `compile_source` compiles: a kernel for parameters of these types.
 
     Args:
-      kernel: of Triton or Gluon.
+      kernel: a kernel of Triton or Gluon.
       signature: Triton's type of each parameter, "constexpr" for a constant, a tuple of these for a tuple.
-      constants: by path of the parameter, as are those that are `aligned` to 16.
+      constants: values by path of the parameter; `aligned` has the paths of those that are aligned to 16.
       key: what tells the kernel from others beside what Triton sees of it.
     """
     kind = GluonASTSource if is_gluon(kernel) else ASTSource
