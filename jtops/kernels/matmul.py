@@ -5,7 +5,7 @@ either operand transposed, and one pass over the cotangent that applies the acti
 
 The backward needs z = a @ b + bias of the forward, and only if there is an activation. It is saved, in the dtype of the
 result: computing it again would add half of the backward's products to save what plain JAX code keeps as well. Rematerialisation
-  does just that: under ``jax.checkpoint`` the saved value is ``matmul_residual``.
+does just that: under ``jax.checkpoint`` the saved value is ``matmul_residual``.
 """
 
 from typing import Any, NamedTuple

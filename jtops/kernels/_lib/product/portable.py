@@ -151,7 +151,7 @@ def product_kernel(
     """One program: the tile that SCHEDULE gives it, of one or two sums over all terms; EPILOGUE makes c, and d, of them.
 
     PARTS is 2 if the epilogue shall see the left and the right half of the tile one after the other: some epilogues hold so much
-      beside the sums that the largest tile would spill.
+    beside the sums that the largest tile would spill.
     """
     tile = SCHEDULE(tl.program_id(0), problem, work, BLOCK_M, BLOCK_N)
     offs_m = tile.m + tl.arange(0, BLOCK_M)
