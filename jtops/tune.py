@@ -87,7 +87,7 @@ class _Task:
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Those of the primitive of all ops, wherever they are: below jit, scan, cond, remat, shard_map, custom rules."""
+    """The equations of the ops' primitive, wherever they are: below jit, scan, cond, remat, shard_map, custom rules."""
     for equation in jaxpr.eqns:
         if equation.primitive is fused_p:
             yield equation
@@ -155,7 +155,7 @@ type _Steps[T] = Generator[list[Callable[[], Exception | None]], list[Exception 
 
 
 def _raised(errors: Iterable[Exception | None]) -> None:
-    """Raise the first there is."""
+    """Raise the first error there is."""
     for error in errors:
         if error is not None:
             raise error
@@ -197,7 +197,7 @@ class _Trial(timing.Trial):
             _raised((yield self.builds([heuristic])))
 
     def builds(self, candidates: Iterable[Config]) -> list[Callable[[], Exception | None]]:
-        """`build` for each."""
+        """Call `build` for each."""
         return [functools.partial(self.build, c) for c in candidates]
 
     def build(self, candidate: Config) -> Exception | None:
@@ -245,7 +245,7 @@ def _faster(trial: _Trial, best: Config, new: list[Config], dropped: list[str]) 
 
 
 def _climb(task: _Task, device: Any, more: Callable[[], bool]) -> _Steps[Result]:
-    """From the heuristic, or from what a table has if that is faster, to a neighbour that is faster, until none is."""
+    """Climb from the heuristic, or from what a table has if that is faster, to a faster neighbour until there is none."""
     trial, problem, heuristic, now = _Trial(task, device), task.choice.problem, task.choice.heuristic, task.now
     yield from trial.prepare()
     dropped: list[str] = []
@@ -503,7 +503,7 @@ def _asked(options: argparse.Namespace) -> list[tuple[Spec, Case, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m jtops.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", nargs="+", help="names of ops, or all")
     parser.add_argument("--case", nargs="+", default=[], metavar="ID", help="of the op's real sizes; all if not given")

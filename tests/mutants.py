@@ -455,11 +455,11 @@ MUTANTS: list[Mutant] = [
         ("tables: another architecture's", "if t.target == target]", "if t.target]", _TABLES + "test_order_of_devices"),
         (
             "tables: shipped ones first",
-            't.source != "user", t.device',
-            't.source == "user", t.device',
+            'f[0] != "user", f[1].device',
+            'f[0] == "user", f[1].device',
             _TABLES + "test_order_of_devices",
         ),
-        ("tables: other devices first", "t.device != device,", "t.device == device,", _TABLES + "test_order_of_devices"),
+        ("tables: other devices first", "f[1].device != device,", "f[1].device == device,", _TABLES + "test_order_of_devices"),
         (
             "tables: another Triton's",
             'if source == "user" and _minor',

@@ -20,19 +20,6 @@ FRAGMENT = re.compile(
 )
 START = re.compile(r"[A-Z`]|\w+: |jaxlib|layer_norm and|softmax, ")  # a capital, code, or the names of what a module defines
 
-# Docstrings from before this rule: this list only gets shorter.
-BEFORE = {
-    "jtops/core/tuning/candidates.py": {"ArrayArgument.is_contiguous", "Named.get"},
-    "jtops/core/tuning/processes.py": {"of_process_0"},
-    "jtops/core/tuning/timing.py": {"seconds"},
-    "jtops/kernels/_lib/frame/tuned.py": {"Choice.fingerprint", "forcing", "user_directory", "file_name", "tables"},
-    "jtops/kernels/attention/hopper/backward.py": {"end_turn", "mask_assembly", "consumer", "parts_of", "backward"},
-    "jtops/kernels/attention/hopper/backward_ends.py": {"preprocess_kernel", "postprocess_kernel"},
-    "jtops/kernels/attention/hopper/forward.py": {
-        *("Sizes", "count_of_tiles", "product", "matrix", "softmax", "head_block", "check", "forward"),
-    },
-}
-
 
 def docstrings(path: Path) -> list[tuple[str, str]]:
     """(name, docstring) of the module and of all its public classes and functions."""
@@ -97,8 +84,6 @@ def test_sentence_is_none(text):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_docstrings_are_sentences(path):
-    before = BEFORE.get(str(path.relative_to(ROOT)), set())
     found = [(name, opening(text), faults(text)) for name, text in docstrings(path)]
-    wrong = [f"{name}: {sentence!r} {', '.join(why)}" for name, sentence, why in found if why and name not in before]
+    wrong = [f"{name}: {sentence!r} {', '.join(why)}" for name, sentence, why in found if why]
     assert not wrong, "\n".join(wrong)
-    assert before <= {name for name, _, why in found if why}, "no fragment any more: take it off BEFORE"

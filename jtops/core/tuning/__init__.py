@@ -1,1 +1,1 @@
-"""Configs measured on the device."""
+"""The tuning of user kernels: configs measured on the device."""

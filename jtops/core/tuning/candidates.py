@@ -1,4 +1,6 @@
-"""What ``@triton.autotune`` and ``@triton.heuristics`` say about a call, as a list of candidates. No timing, no compiling."""
+"""What ``@triton.autotune`` and ``@triton.heuristics`` say about a call, as a list of candidates. Nothing is timed or compiled
+here.
+"""
 
 import contextlib
 import copy
@@ -41,7 +43,7 @@ class ArrayArgument:
         return strides if axis is None else strides[axis]
 
     def is_contiguous(self) -> bool:
-        """Always: JAX's arrays are row-major for a kernel."""
+        """True, because JAX's arrays are row-major for a kernel."""
         return True
 
     def zero_(self) -> "ArrayArgument":
@@ -68,7 +70,7 @@ class Named(dict):
         return super().__getitem__(name)
 
     def get(self, name, default=None):
-        """As dict.get."""
+        """The argument's value, as ``dict.get`` gives it."""
         self.read.add(name)
         return super().get(name, default)
 
@@ -84,7 +86,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The same text for the same choice, in every process."""
+        """A text that is the same for the same choice, in every process."""
         return ", ".join(f"{k}={constant_text(v)}" for k, v in sorted((self.values | self.options).items()))
 
 
@@ -128,7 +130,7 @@ class Plan:
         self.kwargs = {k: v for k, v in kwargs.items() if k in self.params or k not in self.read}
 
     def arguments(self, candidate: Candidate) -> tuple[tuple, dict[str, Any]]:
-        """What to call the plain kernel with."""
+        """The arguments to call the plain kernel with."""
         positional = dict(zip(self.slots, self.args, strict=False))
         args = (*(candidate.replaced.get(n, v) for n, v in positional.items()), *self.args[len(positional) :])
         changed = {n: v for n, v in candidate.replaced.items() if n in self.given}
@@ -170,7 +172,7 @@ class Plan:
 
     @contextlib.contextmanager
     def _blamed(self, who: str, may: str) -> Iterator[None]:
-        """An array has no address and no device while a call is traced: who asks for such a thing is told what there is."""
+        """Tell those who ask an array for its address or device, which it lacks while a call is traced, what there is."""
         try:
             yield
         except AttributeError as error:
@@ -204,7 +206,7 @@ class Plan:
         return configs
 
     def _taken(self, function: Callable, keywords: dict[str, Any], skip: int) -> dict[str, Any]:
-        """Those of `keywords` that `function` takes, beside its first `skip` parameters."""
+        """The `keywords` that `function` takes, beside its first `skip` parameters."""
         params = list(inspect.signature(function).parameters.values())[skip:]
         named = {p.name for p in params if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
         self.read |= named
@@ -229,7 +231,7 @@ class Plan:
         return dataclasses.replace(new, zeroed=candidate.zeroed | cleared, replaced=candidate.replaced | changed)
 
     def _run_hook(self, hook: Callable, candidate: Candidate, mutable: dict[str, Any], **keywords) -> frozenset[str]:
-        """Run a pre_hook on stand-ins of the arrays and copies of the descriptors; -> the arrays it zeroed."""
+        """Run a pre_hook on stand-ins of the arrays and copies of the descriptors; return the arrays that it zeroed."""
         view = self._view(candidate)
         view.update(mutable)
         with self._blamed("its pre_hook", "look at shape and dtype, call zero_(), and change the block shapes of descriptors"):

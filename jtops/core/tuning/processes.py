@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def of_process_0(shared: tuple[Any, int], name: str, kernel: str, fingerprint: str, decide: Callable[[], Any]) -> Any:
-    """In process 0 what ``decide()`` returns, published under `name`; in the others the ``config`` of that.
+    """Return what ``decide()`` returns, in process 0, which publishes it under `name`; in the others the ``config`` of that.
 
     Args:
       shared: the store's client and the number of this process.

@@ -173,7 +173,7 @@ class _Question:
         return run, avals, updated
 
     def _owners(self, request: Request) -> list[int]:
-        """Per leaf of the arguments, the number of its parameter."""
+        """The number of the parameter of each leaf of the arguments."""
         order = {name: i for i, name in enumerate(self.plan.params)}
         slots = [name for name in self.plan.params if name not in request.kwargs]
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((request.args, request.kwargs))[0]]
@@ -181,7 +181,7 @@ class _Question:
 
     @contextlib.contextmanager
     def context(self):
-        """What of the caller's context a worker thread needs; the rest, its traces above all, it must not see."""
+        """The part of the caller's context that a worker thread needs; it must not see the rest, above all the traces."""
         with jax.enable_x64(self.x64), config.target(None if self.target is None else str(self.target)), jax.debug_nans(False):
             yield
 
@@ -262,7 +262,7 @@ class _Question:
 
 
 def _apart(function: Callable, *args) -> Any:
-    """``function(*args)`` in a thread of its own: it is in no trace, no mesh and no setting of the caller's."""
+    """Run ``function(*args)`` in a thread of its own, outside of the caller's trace, mesh and settings."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
 
@@ -291,7 +291,7 @@ _interpreted: dict[Any, concurrent.futures.Future] = cache.store({})
 
 
 def _interpretable(question: _Question) -> Candidate:
-    """What a machine without a GPU takes: the first candidate that compiles. Where none does, the first, which says why."""
+    """The candidate that a machine without a GPU takes: the first that compiles, or else the first, which says why it does not."""
     question.target = target.assumed(question.target)
 
     def valid(label: str) -> bool:

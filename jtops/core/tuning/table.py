@@ -188,7 +188,7 @@ class Table:
 
     @property
     def current(self) -> bool:
-        """Is it of this Triton? What another makes of a config may not fit."""
+        """Whether it was made with this Triton: what another makes of a config may not fit."""
         return self.triton.split(".")[:2] == triton_compat.triton.__version__.split(".")[:2]
 
 

@@ -1,4 +1,4 @@
-"""Device time of a few programs, for choosing among them: no profiler, interleaved rounds, medians."""
+"""Device time of a few programs, for choosing among them: medians of interleaved rounds, without a profiler."""
 
 import contextlib
 import math
@@ -111,7 +111,7 @@ class Trial:
 
 
 def seconds(program: Callable, times: int) -> float:
-    """Of one run of a program, among so many."""
+    """The seconds of one run of a program, among so many."""
     start = time.perf_counter()
     for _ in range(times):
         last = program()

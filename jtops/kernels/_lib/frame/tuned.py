@@ -1,4 +1,4 @@
-"""Tables of measured configs: where a launcher looks before it takes its heuristic's. `jtops.tune` writes them, nothing else does.
+"""Tables of measured configs, in which a launcher looks before it takes its heuristic's. Only `jtops.tune` writes them.
 
 A table is one JSON file per kind of GPU. The library ships some, in ``jtops/kernels/tuned``; a user's own, in ``ops`` in the
 directory of `jtops.core.tuning.table`, come before them. A table of the very GPU comes before those of others of its architecture,
@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def fingerprint(self) -> str:
-        """Of the kernels' content. Known by identity: Triton's own hash of a kernel takes its source apart."""
+        """The digest of the kernels' content, kept by identity: Triton's own hash of a kernel takes its source apart."""
         key = tuple(map(id, self.kernels))
         if key not in _fingerprints:
             _fingerprints[key] = self.kernels, tuning_table.digest(content(list(self.kernels)))
@@ -56,12 +56,12 @@ class Choice:
 
 
 def choices() -> contextlib.AbstractContextManager[list[tuple[Choice, Config]]]:
-    """Collect the choices that launchers make in this thread meanwhile, with what each settled on."""
+    """Context manager that collects the choices of this thread's launchers, with what each settled on."""
     return notes.setting(_local, "choices", [])
 
 
 def forcing(problem: Problem, config: Config) -> contextlib.AbstractContextManager[dict[Problem, Config]]:
-    """In this thread that one choice is `config` meanwhile, whatever the tables say; an explicit one stays."""
+    """Context manager in which one choice of this thread is `config`, whatever the tables say; an explicit one stays."""
     return notes.setting(_local, "forced", _forced() | {problem: config.said_by("trial")})
 
 
@@ -78,12 +78,12 @@ def _forced() -> dict[Problem, Config]:
 
 
 def user_directory() -> Path:
-    """Of the user's tables."""
+    """The directory of the user's tables."""
     return tuning_table.directory() / "ops"
 
 
 def file_name(device: str) -> str:
-    """Of a device kind's table."""
+    """The file name of a device kind's table."""
     return re.sub(r"[^A-Za-z0-9]+", "_", device) + ".json"
 
 
@@ -118,7 +118,7 @@ def _config(source: str, table: Table, entry: Entry, heuristic: Config) -> Confi
 
 
 def tables(target: str, device: str | None) -> list[tuple[str, Table]]:
-    """Those for an architecture, in the order in which they are asked: of this very device first, the "user"'s before "shipped"."""
+    """The tables for an architecture, in the order in which they are asked: this very device's first, "user" before "shipped"."""
     found = [(source, t) for source in ("user", "shipped") for t in _directory(source) if t.target == target]
     return sorted(found, key=lambda f: (f[1].device != device, f[0] != "user", f[1].device))
 

@@ -182,7 +182,7 @@ class Shared:
 
 @aggregate
 class Work:
-    """A program's: block `block` of the keys, and tiles `start` to `stop` of the queries, of part `part` of batch element `b`."""
+    """A program's work: block `block` of keys, and tiles `start` to `stop` of the queries, of part `part` of batch element `b`."""
 
     b: gl.tensor
     part: gl.tensor
@@ -298,7 +298,7 @@ def await_turn(turns_ptr, turn):
 
 @gluon.jit
 def end_turn(turns_ptr):
-    """Once the additions that the mover has issued are in memory, let the next block add."""
+    """Let the next block add, once the additions that the mover has issued are in memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     thread = gl.arange(0, 128, layout=layout)
     gl.inline_asm_elementwise(
@@ -386,7 +386,7 @@ def mover(
 
 @gluon.constexpr_function
 def mask_assembly(n, left, right):
-    """Of a thread's n scores, what lies outside of its query's window becomes -inf.
+    """The assembly by which those of a thread's n scores that lie outside of its query's window become -inf.
 
     Score e is of query ``8 (e // 4) + e % 2`` past the thread's first, and of the key 8 further if ``e & 2``. Operands: the scores,
     then for each score its key minus the last, or the first, or both, that the first query sees. Only two numbers of either differ:
@@ -542,7 +542,7 @@ def consumer(
     dk_desc, dv_desc, m, work, t, window, scale, scale2, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 keys: zero where no query sees any."""
+    """Compute dk and dv of 64 keys: zero where no query sees any."""
     BLOCK_M: gl.constexpr = m.q.shape[2]
     BLOCK_N: gl.constexpr = m.k.shape[2]
     HEAD_DIM: gl.constexpr = m.q.shape[4]
@@ -652,13 +652,15 @@ def unfit(launch: Launch, x) -> str | None:
 
 
 def parts_of(group: int, programs: int) -> int:
-    """Into how many parts a group of heads is cut, of which `programs` have one each: the fewest, alike, that fill the GPU."""
+    """The number of parts into which a group of heads is cut, of which `programs` have one each: the fewest, alike, that fill the
+    GPU.
+    """
     sizes = [n for n in range(1, group) if group % n == 0]
     return next((n for n in sizes if n * programs >= 4 * MULTIPROCESSORS), group)
 
 
 def backward(launch: Launch, x, saved, cotangents):
-    """Launcher. The gradient of lse is taken off delta, where it costs nothing."""
+    """Launch the three kernels. The gradient of lse is subtracted from delta, where it costs nothing."""
     q, k, v = x.q, x.k, x.v
     (out, lse), (do, dlse), mask = saved, cotangents, mask_of(launch, x)
     (_, s, h, d), (_, t, g, e) = q.shape, v.shape

@@ -18,7 +18,7 @@ def preprocess_kernel(
     out_ptr, do_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, s, h,
     E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(do * out) - dlse, and lse in base 2; clears the sums of dq and the turns."""
+    """Compute delta = rowsum(do * out) - dlse, and lse in base 2; clears the sums of dq and the turns."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(s, BLOCK_M)
     head = pid % h
@@ -48,7 +48,7 @@ def preprocess_kernel(
 
 @triton.jit(do_not_specialize=["s", "h"])
 def postprocess_kernel(sums_ptr, dq_ptr, scale, s, h, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """dq = scale * sums, in q's dtype and order, without the columns that are padding.
+    """Compute dq = scale * sums, in q's dtype and order, without the columns that are padding.
 
     A tile of sums is two squares of 64 x 64, one of each consumer: the left and right halves of 64 queries of 128 columns, or the
     upper and lower ones of 128 queries of 64 columns. Of a square a thread (warp w, lane 4 r + c) holds rows 16 w + r and 8

@@ -64,7 +64,7 @@ L2_BYTES = 32 * 2**20  # of keys and values that programs may read at one time
 
 
 class Sizes(NamedTuple):
-    """Of the call: s and q_size are the queries of this shard and of all; section is how many heads share L2 at a time."""
+    """The sizes of a call: s and q_size are the queries of this shard and of all; section is how many heads share L2 at a time."""
 
     batch: Any
     s: Any
@@ -111,13 +111,13 @@ def row_of(operand, b):
 
 @gluon.jit
 def count_of_tiles(sizes, WARPGROUPS: gl.constexpr):
-    """Of the call."""
+    """The number of tiles of the call."""
     return sizes.batch * sizes.h * gl.cdiv(sizes.s, 64 * WARPGROUPS)
 
 
 @gluon.jit
 def locate(t, sizes, mask, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, DYNAMIC: gl.constexpr):
-    """Tile t, also if there is none: then nobody uses what is said of it."""
+    """Locate tile t; if there is no such tile, nobody uses the answer."""
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     blocks_m = gl.cdiv(sizes.s, BLOCK_M)
     if DYNAMIC:
@@ -213,13 +213,13 @@ def mover(q, k, v, buffers, mask, sizes, counter,
 
 @gluon.jit
 def product(a, b, acc, use_acc: gl.constexpr):
-    """acc (+)= a b, in flight."""
+    """Issue acc (+)= a b."""
     return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
 def matrix(tile):
-    """[1, N, 1, D] in shared memory as [N, D]."""
+    """View [1, N, 1, D] in shared memory as [N, D]."""
     return tile.reshape([tile.shape[1], tile.shape[3]])
 
 
@@ -261,7 +261,7 @@ def masked(s, tile, key, mask, CUT: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def softmax(s, top, total, scale2, GUARD: gl.constexpr, dtype: gl.constexpr):
-    """-> P, the new maximum and sums, and what O is to be multiplied with. GUARD: a row may have seen no key yet."""
+    """Return P, the new maximum and sums, and what O is to be multiplied with. GUARD: a row may have seen no key yet."""
     BLOCK_N: gl.constexpr = s.shape[1]
     new = gl.maximum(top, gl.max(s, 1) * scale2)
     new = gl.where(new - top > 8.0, new, top)
@@ -287,7 +287,7 @@ def skipped_blocks(tile, mask, BLOCK_N: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def give_back(buffers, j, count):
-    """Let go of `count` blocks of keys, from j on, as they come -> the next one."""
+    """Let go of `count` blocks of keys, from j on, as they come; return the next one."""
     for _ in range(count):
         wait_full(buffers.k, j)
         release(buffers.k, j)
@@ -471,7 +471,7 @@ def forward_kernel(
 
 
 def head_block(d: int) -> int:
-    """Of a head of d: the power of two that its tiles have; TMA fills up with zeros."""
+    """The power of two that the tiles of a head of d have; TMA fills up with zeros."""
     return max(64, next_power_of_2(d))
 
 
@@ -520,7 +520,7 @@ def heuristic(d: int, e: int, s: int, masked: bool) -> Config:
 
 
 def check(config: Config) -> None:
-    """ValueError for tiles that this kernel does not have."""
+    """Raise a ValueError for tiles that this kernel does not have."""
     warpgroups, block_n, stages = config["WARPGROUPS"], config["BLOCK_N"], config["num_stages"] or 1
     if warpgroups not in (2, 3):
         raise ValueError(f"attention: WARPGROUPS must be 2 or 3; got {config!r}.")
@@ -534,7 +534,7 @@ def check(config: Config) -> None:
 
 
 def forward(launch: Launch, x):
-    """Launcher: out [b, s, h, e] of q's dtype, lse [b, s, h] float32, natural; a query that sees no key has 0 and -inf."""
+    """Launch: return out [b, s, h, e] of q's dtype, lse [b, s, h] float32, natural; a query that sees no key has 0 and -inf."""
     (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
     batch, block, q_size = launch.batch, head_block(max(d, e)), launch.options["q_size"]
     mask = mask_of(launch, x)
