@@ -462,8 +462,8 @@ MUTANTS: list[Mutant] = [
         ("tables: other devices first", "f[1].device != device,", "f[1].device == device,", _TABLES + "test_order_of_devices"),
         (
             "tables: another Triton's",
-            'if source == "user" and _minor',
-            'if source == "" and _minor',
+            'if source == "user" and not table.current',
+            'if source == "" and not table.current',
             _TABLES + "test_another_triton",
         ),
         ("tables: a file that changed", "if known is None or known[0] != stamp:", "if known is None:", _TABLES + "test_order"),
