@@ -747,7 +747,8 @@ def backward(launch: Launch, x, saved, cotangents):
     )
     most = t + options["q_size"]  # a bound beyond it is none
     heads = h // (g * parts)  # of a part
-    section = min(batch * g * parts, max(1, _L2_BYTES // (heads * s * block * 8)))
+    running = cdiv(MULTIPROCESSORS, cdiv(t, block_n))  # parts at one time in any case: to take turns by fewer has only a longer end
+    section = min(batch * g * parts, max(running, _L2_BYTES // (heads * s * block * 8)))
     gradient = lambda n: over(jax.ShapeDtypeStruct((batch, t, g * parts, n), q.dtype if parts == 1 else jnp.float32), 64)
     got = launch(
         backward_kernel,
