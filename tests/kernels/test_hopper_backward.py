@@ -217,12 +217,13 @@ def test_unfit():
 
 
 @pytest.mark.parametrize(
-    ("group", "programs", "parts"),
-    [(4, 528, 1), (7, 512, 7), (16, 128, 8), (6, 300, 2), (6, 150, 6), (8, 1, 8), (1, 1, 1), (71, 1000, 1)],
-)
-def test_parts_of(group, programs, parts):
-    """The fewest that give about four programs a multiprocessor; all have as many heads."""
-    assert hopper.parts_of(group, programs) == parts
+    ("group", "programs", "each", "parts"),
+    [(4, 462, 3.5, 1), (4, 461, 3.5, 2), (7, 512, 3.5, 1), (7, 512, 7, 7), (16, 128, 3.5, 4), (16, 128, 7, 8), (6, 160, 3.5, 3),
+     (8, 1, 3.5, 8), (1, 1, 3.5, 1)],
+)  # fmt: skip
+def test_parts_of(group, programs, each, parts):
+    """The fewest that give each multiprocessor as many programs; all have as many heads."""
+    assert hopper.parts_of(group, programs, each) == parts
 
 
 # -------------------------------------------------------------------------------------------------------------------- on a GPU
@@ -321,27 +322,27 @@ def test_grouped_heads(s, h, g, causal):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (70, 33)}], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize(("b", "h", "g", "parts"), [(66, 4, 2, 1), (33, 8, 1, 4), (3, 28, 4, 7)])
-def test_parts_of_groups(b, h, g, parts, d, options, deterministic):
-    """A program has all heads of its group, or two of eight, or one of seven."""
-    assert hopper.parts_of(h // g, b * g * 4) == parts
-    compared(130, 500, b=b, h=h, g=g, d=d, deterministic=deterministic, **options)
+@pytest.mark.parametrize(("b", "h", "g", "full"), [(2, 4, 2, 1), (1, 8, 1, 2), (3, 28, 4, 132)])
+def test_parts_of_groups(b, h, g, full, d, options, deterministic, monkeypatch):
+    """On a GPU of so few multiprocessors a program has all heads of its group, or two or four of eight; else one of seven."""
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", full)
+    compared(300, 500, b=b, h=h, g=g, d=d, deterministic=deterministic, **options)
 
 
 @gpu
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 33)}, {"h": 6, "dlse": True}], ids=str)
-@pytest.mark.parametrize(("s", "t"), [(64, 128), (577, 450)])
 @pytest.mark.parametrize(("d", "e"), [(40, 40), (56, 40), (48, 64), (80, 80), (96, 96), (112, 112), (72, 128), (128, 104)])
-def test_head_dims(d, e, s, t, options, deterministic):
-    compared(s, t, d=d, e=e, b=2, deterministic=deterministic, **options)
+def test_head_dims(d, e, options, deterministic):
+    compared(577, 450, d=d, e=e, b=2, deterministic=deterministic, **options)
 
 
 @gpu
 @pytest.mark.parametrize(("d", "e"), [(80, 80), (48, 64)])
-def test_head_dims_of_groups_that_are_not_cut(d, e):
+def test_head_dims_of_groups_that_are_not_cut(d, e, monkeypatch):
     """dk and dv in q's dtype, clipped."""
-    compared(130, 500, d=d, e=e, b=66, h=4, causal=True)
+    monkeypatch.setattr(hopper, "MULTIPROCESSORS", 1)
+    compared(300, 500, d=d, e=e, b=2, h=4, causal=True)
 
 
 @gpu

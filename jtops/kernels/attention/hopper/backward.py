@@ -664,7 +664,7 @@ def backward_kernel(
 
 # -------------------------------------------------------------------------------------------------------------- the launcher
 
-MULTIPROCESSORS = 132  # of an H100 or H200, where programs should be several times as many
+MULTIPROCESSORS = 132  # of an H100 or H200
 _L2_BYTES = 40 << 20  # of an H100's or H200's 50 MiB
 _MAX_SIZE = 1 << 28  # of a sequence: positions are compared in 32 bits, with room for a window and an offset
 
@@ -697,10 +697,13 @@ def unfit(launch: Launch, x) -> str | None:
     return None
 
 
-def parts_of(group: int, programs: int) -> int:
-    """Into how many parts a group of heads is cut, of which `programs` have one each: the fewest, alike, that fill the GPU."""
+def parts_of(group: int, programs: int, each: float) -> int:
+    """Into how many parts a group of heads is cut, of which `programs` have one each: the fewest, alike, that fill the GPU.
+
+    It is full with `each` programs a multiprocessor.
+    """
     sizes = [n for n in range(1, group) if group % n == 0]
-    return next((n for n in sizes if n * programs >= 4 * MULTIPROCESSORS), group)
+    return next((n for n in sizes if n * programs >= each * MULTIPROCESSORS), group)
 
 
 def backward(launch: Launch, x, saved, cotangents):
@@ -714,7 +717,8 @@ def backward(launch: Launch, x, saved, cotangents):
     deterministic = options["deterministic"]
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     tiles = batch * h * cdiv(s, block_m)  # of queries
-    parts = parts_of(h // g, batch * g * cdiv(t, block_n))
+    each = 7 if deterministic and mask.right is not None else 3.5  # where the longest come last, they should be shorter
+    parts = parts_of(h // g, batch * g * cdiv(t, block_n), each)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     ends: dict[str, Any] = {"config": Config(BLOCK_M=block_m, num_warps=4), "grid": tiles, "s": s, "h": h, "BLOCK_D": block}
     before = launch(
