@@ -29,7 +29,7 @@ test: lint  ## what CI runs: style, types, import contracts, tests
 test-all: lint  ## the same and what takes long
 	$(PY) -m pytest -n $(WORKERS) -p no:benchmark --slow
 
-test-mutants: $(READY)  ## named faults of one line, each of which a test must catch
+test-mutants: $(READY)  ## named faults, each put into a copy of the library, and each of which a test must notice: a quarter of an hour
 	$(PY) -m tests.mutants
 
 test-matrix:  ## what depends on jax and triton, with the oldest and newest of both; makes environments under .venvs (7 GB)

@@ -1,6 +1,7 @@
-"""What `jtops.linen` and `jtops.nnx` share: which calls of Flax's layers the ops serve, and as which calls of ops. No Flax here.
+"""What `jtops.linen` and `jtops.nnx` share: which calls of Flax's layers the ops serve, and as which calls of ops.
 
-A rule that says whether an op serves a call gives None, or the reason why Flax's own code computes it (`by_flax`).
+Nothing here imports Flax. A rule that says whether an op serves a call gives None, or the reason why Flax's own code computes it
+(`by_flax`).
 """
 
 import importlib.util
@@ -24,7 +25,9 @@ from jtops.kernels.matmul import matmul
 
 
 def of_flax(flax: ModuleType, name: str, module: str) -> Any:
-    """What `module`, which stands in for `flax`, does not define: that module's attribute or, as ``from ... import``, submodule."""
+    """Find a name that `module`, which stands in for `flax`, does not define: Flax's attribute or, in ``from ... import``,
+    submodule.
+    """
     if not name.startswith("_"):  # those make a module this module
         try:
             return getattr(flax, name)
@@ -42,7 +45,7 @@ def names_of(module: dict[str, Any], flax: ModuleType) -> list[str]:
 def by_flax(what: str, reason: str):
     """Context manager in which Flax's own code, or XLA, computes a call of `what` that no op serves.
 
-    The name scope says so to `jtops.explain`, also of functions that were traced before.
+    Its name scope tells `jtops.explain` so, also about functions that were traced before.
 
     Raises:
       UnsupportedError: under ``jtops.config.flax_fallback("error")``.
@@ -90,7 +93,7 @@ def unserved_norm(layer: Any, x: Any, mask: Any, *parameters: Any) -> str | None
 
 
 def normalize(op: Callable[..., jax.Array], x: Any, *parameters: jax.Array | None, epsilon: Any, dtype: Any) -> jax.Array:
-    """`op` of `x`, rounded once, to `dtype`, as Flax's layers round: neither `x` nor the result passes through a shorter one."""
+    """Apply `op` to `x` and round once, to `dtype`, as Flax does: neither `x` nor the result passes through a shorter one."""
     x = jnp.asarray(x)
     wide = lambda p: None if p is None else p.astype(_at_least_16_bits(p.dtype))
     x = x.astype(jnp.promote_types(_at_least_16_bits(x.dtype), _at_least_16_bits(dtype)))
@@ -116,8 +119,8 @@ def dot_general(
 ) -> jax.Array:
     """``jax.lax.dot_general`` by `jtops.matmul`, where the product is one of matrices as they lie in memory.
 
-    That is: batch axes lead in both operands, the last axes of `lhs` are summed with the next of `rhs`, both in order, and both
-    have one of the dtypes float32, bfloat16 and float16, as in Flax's dense and attention layers. Everything else (a
+    In such a product batch axes lead in both operands, the last axes of `lhs` are summed with the next of `rhs`, both in order, and
+    both operands have one of the dtypes float32, bfloat16 and float16, as in Flax's dense and attention layers. Everything else (a
     summed axis elsewhere, other or two dtypes, an `out_sharding`, a `precision` for each operand) is ``jax.lax.dot_general``'s.
 
     Args:
@@ -126,7 +129,7 @@ def dot_general(
       dimension_numbers: ``((lhs summed, rhs summed), (lhs batch, rhs batch))``.
       precision: None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       preferred_element_type: dtype of the result; None is that of the operands.
-      out_sharding: of the result.
+      out_sharding: sharding of the result.
 
     Returns:
       [*batch, *free, *features].
@@ -168,8 +171,8 @@ def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: A
     return y if bias is None else y + bias
 
 
-# What flash_attention does as Flax says (always: the softmax in float32), or what says nothing without dropout. Every other option
-# that is not at its default, of this version of Flax or another, is Flax's own business.
+# Options that flash_attention follows as Flax does (its softmax is always in float32), or that mean nothing without dropout. Flax
+# itself computes calls with any other option that is not at its default, in this version of Flax or another.
 _SERVED = {
     "query", "key", "value", "dtype", "precision", "promote_dtype", "is_causal", "force_fp32_for_softmax",
     "broadcast_dropout", "dropout_rng", "dropout_rate", "deterministic",
@@ -177,10 +180,10 @@ _SERVED = {
 
 
 def attend(flax_attention: Callable[..., jax.Array], promote_dtype: Callable, *args: Any, causal: bool = False, **kwargs: Any):
-    """A call of Flax's attention function by flash_attention, or by itself where that lacks an option.
+    """Compute a call of Flax's attention function by flash_attention, or by Flax where flash_attention lacks an option.
 
-    `promote_dtype` is Flax's, of a tuple. `causal` is bottom-right: a single query sees all keys, so that `mask` alone rules a
-    step of decoding.
+    `promote_dtype` is Flax's and takes a tuple. `causal` is bottom-right: a single query sees all keys, so that `mask` alone rules
+    a step of decoding.
     """
     parameters = inspect.signature(flax_attention).parameters
     options = inspect.signature(flax_attention).bind(*args, **kwargs).arguments

@@ -45,14 +45,14 @@ Implementation = Literal["triton", "xla", "interpret"]
 
 
 class Setting[T](Protocol):
-    """A setting: called, a context manager in which it has another value; `value` is the one in force."""
+    """A setting: calling it gives a context manager in which it has another value; `value` is the one in force."""
 
     @property
     def value(self) -> T | None:
         """The value in force; None is the library's choice."""
 
     def __call__(self, value: T | None, /) -> AbstractContextManager[Any]:
-        """Context manager: this value, for this thread and block."""
+        """Context manager that sets this value for this thread and block."""
 
 
 implementation: Setting[Implementation] = jax_compat.config_state(
@@ -62,11 +62,14 @@ implementation: Setting[Implementation] = jax_compat.config_state(
     values=("triton", "xla", "interpret"),
 )
 
+TARGETS = "an architecture, such as 'sm_90' (H100, H200), 'sm_100' (B200) or 'gfx942' (MI300X)"
+
 target: Setting[str] = jax_compat.config_state(
     "jtops_target",
     "GPU to compile kernels for, such as 'sm_90' or 'gfx942', where it is not the device that runs them: for export and "
     "lowering on a machine without that GPU. None: the device itself.",
-    pattern=r"(sm_?)?\d{2,3}a?|\d{1,2}\.\d|gfx[0-9a-f]{3,4}",
+    pattern=r"(sm_?)?1?\d{2}a?|1?\d\.\d|gfx[0-9a-f]{3,4}",
+    pattern_means=TARGETS,
 )
 
 tuning: Setting[Literal["cached", "always", "never"]] = jax_compat.config_state(
@@ -102,7 +105,7 @@ deterministic: Setting[Literal["on", "off"]] = jax_compat.config_state(
 
 
 def is_deterministic() -> bool:
-    """What `deterministic` says, or XLA's own flags where it says nothing."""
+    """The value of `deterministic`, or what XLA's own flags say where it is None."""
     if deterministic.value is not None:
         return deterministic.value == "on"
     flag = r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=(true|1))?(\s|$)"
@@ -110,5 +113,5 @@ def is_deterministic() -> bool:
 
 
 def interpret() -> AbstractContextManager[Any]:
-    """Context manager: run kernels in the interpreter. The same as ``implementation("interpret")``."""
+    """Context manager that runs kernels in the interpreter: the same as ``implementation("interpret")``."""
     return implementation("interpret")

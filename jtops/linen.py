@@ -1,7 +1,7 @@
 """Flax Linen layers that compute by jtops ops: import ``jtops.linen`` in place of ``flax.linen``.
 
 Each class is a subclass of Flax's class of the same name and changes the computation alone. Fields, parameters, their initial
-values and metadata, and automatic names are Flax's, and so are checkpoints. What an op lacks, Flax's own code computes; the classes
+values and metadata, and automatic names are Flax's, and so are checkpoints. Flax's own code computes what an op lacks; the classes
 say what that is. Biases and dtypes follow Flax: parameters have `param_dtype`, results `dtype`, and None is the dtype that inputs
 and parameters promote to.
 
@@ -10,7 +10,7 @@ and parameters promote to.
     y = nn.LayerNorm()(x)
     x = x + nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=nn.causal_attention)(y)
 
-What is not defined here, such as ``nn.Module``, is Flax's.
+Everything that is not defined here, such as ``nn.Module``, is Flax's.
 """
 
 import functools
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # so that type checkers know everything else as Flax's own
 else:
 
     def __getattr__(name: str) -> Any:
-        """Everything else is Flax's, so that this module stands in for ``flax.linen``."""
+        """Flax's name for everything that is not defined here, so that this module stands in for ``flax.linen``."""
         return _layers.of_flax(nn, name, __name__)
 
 
@@ -81,7 +81,7 @@ class LayerNorm(nn.LayerNorm):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., n] -> [..., n] of dtype `dtype`; None is what x, scale and bias promote to."""
+        """Normalise [..., n] to dtype `dtype`; None is what x, scale and bias promote to."""
         if (reason := _unserved_norm(self, x, mask, self.use_scale or self.use_bias)) is not None:
             with _layers.by_flax("LayerNorm", reason):
                 return _flax(nn.LayerNorm)(self, x, mask=mask)
@@ -97,7 +97,7 @@ class RMSNorm(nn.RMSNorm):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., n] -> [..., n] of dtype `dtype`; None is what x and scale promote to."""
+        """Normalise [..., n] to dtype `dtype`; None is what x and scale promote to."""
         if (reason := _unserved_norm(self, x, mask, self.use_scale)) is not None:
             with _layers.by_flax("RMSNorm", reason):
                 return _flax(nn.RMSNorm)(self, x, mask=mask)
@@ -119,7 +119,7 @@ class Dense(nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """[..., k] -> [..., features] of dtype `dtype`; None is what inputs, kernel and bias promote to."""
+        """Map [..., k] to [..., features] of dtype `dtype`; None is what inputs, kernel and bias promote to."""
         if self.dot_general is not dot_general or self.dot_general_cls is not None:
             with _layers.by_flax("Dense", "a dot_general of its own"):
                 return _flax(nn.Dense)(self, inputs)

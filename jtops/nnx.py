@@ -1,7 +1,7 @@
 """Flax NNX layers that compute by jtops ops: import ``jtops.nnx`` in place of ``flax.nnx``.
 
 Each class is a subclass of Flax's class of the same name and changes the computation alone. Arguments, parameters, their initial
-values and metadata are Flax's, and so are states and checkpoints. What an op lacks, Flax's own code computes; the classes say what
+values and metadata are Flax's, and so are states and checkpoints. Flax's own code computes what an op lacks; the classes say what
 that is. Dtypes follow Flax: parameters have `param_dtype`, results `dtype`, and None is the dtype that inputs and parameters
 promote to.
 
@@ -11,7 +11,7 @@ promote to.
     attention = nnx.MultiHeadAttention(8, 512, decode=False, rngs=rngs)
     x = x + attention(norm(x), is_causal=True)
 
-What is not defined here, such as ``nnx.Module``, is Flax's.
+Everything that is not defined here, such as ``nnx.Module``, is Flax's.
 """
 
 import functools
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # so that type checkers know everything else as Flax's own
 else:
 
     def __getattr__(name: str) -> Any:
-        """Everything else is Flax's, so that this module stands in for ``flax.nnx``."""
+        """Flax's name for everything that is not defined here, so that this module stands in for ``flax.nnx``."""
         return _layers.of_flax(nnx, name, __name__)
 
 
@@ -80,7 +80,7 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., num_features] -> the same shape, of dtype `dtype`; None is what x, scale and bias promote to."""
+        """Normalise [..., num_features] to dtype `dtype`; None is what x, scale and bias promote to."""
         given = x
         x, scale, bias = self.promote_dtype((x, _value(self.scale), _value(self.bias)), dtype=self.dtype)
         if (reason := _layers.unserved_norm(self, x, mask, *_dtypes(scale, bias))) is not None:
@@ -94,7 +94,7 @@ class RMSNorm(nnx.RMSNorm):
     """``flax.nnx.RMSNorm`` by `jtops.rms_norm`. Flax computes the same options as of `LayerNorm`."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """[..., num_features] -> the same shape, of dtype `dtype`; None is what x and scale promote to."""
+        """Normalise [..., num_features] to dtype `dtype`; None is what x and scale promote to."""
         given = x
         x, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
         if (reason := _layers.unserved_norm(self, x, mask, *_dtypes(scale))) is not None:
@@ -118,7 +118,7 @@ class Linear(nnx.Linear):
         super().__init__(*args, dot_general=dot_general, **kwargs)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """[..., in_features] -> [..., out_features] of dtype `dtype`; None is what inputs, kernel and bias promote to."""
+        """Map [..., in_features] to [..., out_features] of dtype `dtype`; None is what inputs, kernel and bias promote to."""
         if self.dot_general is not dot_general or out_sharding is not None or self.preferred_element_type is not None:
             with _layers.by_flax("Linear", "a dot_general, out_sharding or preferred_element_type of its own"):
                 return super().__call__(inputs, out_sharding)
@@ -179,7 +179,7 @@ def dot_product_attention_with_rope(
     """``flax.nnx.dot_product_attention_with_rope``: `dot_product_attention` of query and key that `rope` has rotated.
 
     Args:
-      query, key, value, options: as of `dot_product_attention`.
+      query, key, value, options: as for `dot_product_attention`.
       rope: Flax's module.
       input_positions: [s], as far as `rope` goes; None counts from 0.
 

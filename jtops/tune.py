@@ -3,6 +3,8 @@
     python -m jtops.tune softmax --dtype bfloat16 float32        # the sizes that the op's SPEC names, forward and gradients
     python -m jtops.tune rms_norm --shape 8192x5120              # a size of one's own
     python -m jtops.tune matmul --case mlp --shape 8192x5120,5120x20480,20480
+    python -m jtops.tune all --budget 540 --write shipped        # sizes of models first; --first N goes on where that ended
+    python -m jtops.tune all --budget 540 --write shipped --check
 
 Whole programs are tuned by `tune`, which finds every kernel that a function such as a training step launches. What is lowered
 afterwards, in other processes or by functions that JAX has not compiled yet, takes what was found: see
@@ -10,7 +12,9 @@ afterwards, in other processes or by functions that JAX has not compiled yet, ta
 """
 
 import argparse
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +51,16 @@ STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a conf
 SLOWER = 1.02  # of the heuristic's, for `check` to delete an entry
 _ALL = 1 << 20  # PROGRAMS from here on is one for each tile
 _COLD, _RESULTS = 2**28, 2**30  # bytes: of operands that no cache holds; of results that a program may have
+_AT_ONCE, _HELD = 4, 2**33  # choices under way at once, so that the compiler's threads have work; bytes of their operands
+_running = threading.Semaphore(4)  # programs that are tried at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What tuning found for one choice. `said`: "tuned", "heuristic", "explicit" (given by the call, not tuned) or "no time"."""
+    """What tuning found for one choice.
+
+    `said` is "tuned", "heuristic", "explicit" (given by the call, not tuned), "no time", or "failed": then `error` says why.
+    """
 
     problem: tuned.Problem
     said: str
@@ -59,11 +68,12 @@ class Result:
     seconds: float = math.nan  # of the stage, with `config`
     heuristic_seconds: float = math.nan
     dropped: tuple[str, ...] = ()  # configs that were faster and computed something else
+    error: Exception | None = None
 
     def __str__(self):
         times = f"{self.heuristic_seconds * 1e6:9.1f} -> {self.seconds * 1e6:9.1f} us" if self.seconds > 0 else " " * 25
         wrong = "".join(f"\n  DROPPED, computes something else: {config}" for config in self.dropped)
-        return f"{times}  {self.said:9}  {self.problem}  {self.config}{wrong}"
+        return f"{times}  {self.said:9}  {self.problem}  {self.config}{wrong}" + (f"\n  {self.error}" if self.error else "")
 
 
 # ------------------------------------------------------------------------------------------------- which choices there are
@@ -138,6 +148,17 @@ def neighbours(start: Config) -> list[Config]:
 # -------------------------------------------------------------------------------------------------------------- measuring
 
 
+# Yields what threads are to build, is sent what is wrong with each, and returns a result. It takes times while nothing is built.
+type _Steps[T] = Generator[list[Callable[[], Exception | None]], list[Exception | None], T]
+
+
+def _raised(errors: Iterable[Exception | None]) -> None:
+    """Raise the first there is."""
+    for error in errors:
+        if error is not None:
+            raise error
+
+
 class _Trial:
     """One choice on one GPU: programs of its stage with other configs, on the same random data."""
 
@@ -145,7 +166,7 @@ class _Trial:
         self.task, self.device = task, device
         self.settings: tuple = jax.config.jax_enable_x64, config.launch.value
         self.texts: dict[str, Config] = {}
-        self.lock, self.running = threading.Lock(), threading.Semaphore(4)
+        self.lock = threading.Lock()
         self.programs: dict[Config, Callable] = {}
         self.calls, self.sets = 1, [self.operands(0)]
 
@@ -170,18 +191,28 @@ class _Trial:
         return arrays
 
     def prepare(self) -> None:
+        """All steps of `preparing`, here and now."""
+        steps = self.preparing()
+        with contextlib.suppress(StopIteration):
+            wanted = next(steps)
+            while True:
+                wanted = steps.send([build() for build in wanted])
+
+    def preparing(self) -> "_Steps[None]":
         """Build the heuristic's program; where it is quick, several calls in a row, on data that no cache holds."""
         heuristic = self.task.choice.heuristic
-        if (error := self.build(heuristic)) is not None:
-            raise error
+        _raised((yield self.builds([heuristic])))
         outs = self.run(heuristic)
         if min(timing.seconds(self.programs[heuristic], [self.sets], 1) for _ in range(3)) < timing.ROUND_SECONDS / 4:
             self.calls = max(1, min(timing.CHAIN, _RESULTS // max(1, sum(o.nbytes for o in outs))))
             own = sum(x.nbytes for x in self.sets[0])
             self.sets += [self.operands(i) for i in range(1, min(self.calls, -(-_COLD // max(own, 1))))]
             self.texts.clear()
-            if (error := self.build(heuristic)) is not None:
-                raise error
+            _raised((yield self.builds([heuristic])))
+
+    def builds(self, candidates: Iterable[Config]) -> list[Callable[[], Exception | None]]:
+        """`build` for each."""
+        return [functools.partial(self.build, c) for c in candidates]
 
     def build(self, candidate: Config) -> Exception | None:
         """Compile the stage with a config and run it once, or say why not. In any thread."""
@@ -210,7 +241,7 @@ class _Trial:
                 if twin != candidate:
                     return JtopsError(f"{candidate} makes the same program as {twin}")
                 self.programs[candidate] = lowered.compile()
-                with self.running:  # the driver compiles, too, and may find that the GPU has less than is asked for
+                with _running:  # the driver compiles, too, and may find that the GPU has less than is asked for
                     self.run(candidate)
             except (KernelCompileError, UnsupportedError, jax.errors.JaxRuntimeError) as error:
                 return error
@@ -240,9 +271,10 @@ def _close(a, b, tolerance: float):
     return jnp.all((a == b) | (jnp.abs(a - b) <= bound) | (jnp.isnan(a) & jnp.isnan(b)))
 
 
-def _faster(trial: _Trial, pool: concurrent.futures.Executor, best: Config, new: Sequence[Config], dropped: list[str]) -> Config:
+def _faster(trial: _Trial, best: Config, new: list[Config], dropped: list[str]) -> _Steps[Config]:
     """The fastest of `new` that computes the same, if it beats `best`; else that."""
-    built = [c for c, error in zip(new, pool.map(trial.build, new), strict=True) if error is None]
+    errors = yield trial.builds(new)
+    built = [c for c, error in zip(new, errors, strict=True) if error is None]
     seconds = trial.race([best, *built]) if built else {}
     order = sorted((c for c in built if seconds[c] < STEP * seconds[best]), key=seconds.__getitem__)
     right = next((c for c in order if trial.agrees(c)), best)
@@ -253,17 +285,18 @@ def _faster(trial: _Trial, pool: concurrent.futures.Executor, best: Config, new:
     return right
 
 
-def _climb(trial: _Trial, pool: concurrent.futures.Executor, deadline: float) -> Result:
+def _climb(task: _Task, device: Any, more: Callable[[], bool]) -> _Steps[Result]:
     """From the heuristic, or from what a table has if that is faster, to a neighbour that is faster, until none is."""
-    problem, heuristic, now = trial.task.choice.problem, trial.task.choice.heuristic, trial.task.now
-    trial.prepare()
+    trial, problem, heuristic, now = _Trial(task, device), task.choice.problem, task.choice.heuristic, task.now
+    yield from trial.preparing()
     dropped: list[str] = []
-    tried = {heuristic, now}
-    best = _faster(trial, pool, heuristic, [now] if now != heuristic else [], dropped)
-    while time.monotonic() < deadline:
+    tried, best = {heuristic, now}, heuristic
+    if now != heuristic:
+        best = yield from _faster(trial, heuristic, [now], dropped)
+    while more():
         new = [c for c in neighbours(best) if c not in tried]
         tried.update(new)
-        if (better := _faster(trial, pool, best, new, dropped)) == best:
+        if (better := (yield from _faster(trial, best, new, dropped))) == best:
             break
         best = better
     final = trial.race([*{heuristic, best}])  # once more, alone
@@ -273,15 +306,63 @@ def _climb(trial: _Trial, pool: concurrent.futures.Executor, deadline: float) ->
     return Result(problem, "tuned", best, ours, theirs, tuple(dropped))
 
 
-def _again(trial: _Trial, config: Config) -> Result:
+def _again(task: _Task, device: Any, config: Config) -> _Steps[Result]:
     """An entry's config and the heuristic's, timed once more."""
-    problem, heuristic = trial.task.choice.problem, trial.task.choice.heuristic
-    trial.prepare()
-    if trial.build(config) is not None or not trial.agrees(config):
+    trial, problem, heuristic = _Trial(task, device), task.choice.problem, task.choice.heuristic
+    yield from trial.preparing()
+    (error,) = yield trial.builds([config])
+    if isinstance(error, TimeoutError):
+        raise error
+    if error is not None or not trial.agrees(config):
         return Result(problem, "heuristic", heuristic)
     seconds = trial.race([heuristic, config])
     kept = seconds[config] <= SLOWER * seconds[heuristic]
     return Result(problem, *(("tuned", config) if kept else ("heuristic", heuristic)), seconds[config], seconds[heuristic])
+
+
+def _in_turns(tasks: Sequence[_Task], work: Callable[..., _Steps[Result]], end: float) -> Iterator[tuple[_Task, Result]]:
+    """The results of ``work(task, more)``, as they come; the first tasks come first.
+
+    A few are under way at once. In each turn threads build what all of these ask for; then each takes its times, while nothing else
+    runs. A turn takes as long as those before: what would not be done by `end` is not begun, and none is waited for longer.
+    """
+    size = lambda task: sum(math.prod(a.shape) * a.dtype.itemsize for a in task.avals)
+    turns, waiting = collections.deque([0.0], maxlen=3), collections.deque(tasks)
+    fits = lambda n: time.monotonic() + n * max(turns) < end
+    active: dict[int, tuple[_Task, _Steps[Result], Any]] = {}
+    pool = concurrent.futures.ThreadPoolExecutor(min(32, os.cpu_count() or 1))
+    try:
+        while waiting or active:
+            while waiting and len(active) < _AT_ONCE and (not active or sum(size(t) for t, *_ in active.values()) < _HELD):
+                task = waiting.popleft()
+                if task.now.source == "explicit":
+                    yield task, Result(task.choice.problem, "explicit", task.now)
+                elif not fits(3):  # the heuristic's program, that of several calls, and a first round
+                    yield task, Result(task.choice.problem, "no time", task.choice.heuristic)
+                else:
+                    active[id(task)] = task, work(task, lambda: fits(1)), None
+            start, wanted = time.monotonic(), dict[int, list]()
+            for key, (task, steps, errors) in list(active.items()):
+                try:
+                    wanted[key] = steps.send(errors)
+                    continue
+                except StopIteration as stop:
+                    result = stop.value
+                except TimeoutError:
+                    result = Result(task.choice.problem, "no time", task.choice.heuristic)
+                except Exception as error:  # without its frames, which have the arrays
+                    result = Result(task.choice.problem, "failed", task.choice.heuristic, error=error.with_traceback(None))
+                del active[key], steps, errors
+                yield task, result
+            futures = {key: [pool.submit(build) for build in builds] for key, builds in wanted.items()}
+            every = [future for some in futures.values() for future in some]
+            concurrent.futures.wait(every, None if end == math.inf else max(1.0, end - time.monotonic()))
+            for key, some in futures.items():
+                task, steps, _ = active[key]
+                active[key] = task, steps, [f.result() if f.done() else TimeoutError("no time") for f in some]
+            turns.append(time.monotonic() - start)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def tune(
@@ -305,7 +386,7 @@ def tune(
     Args:
       f: a function that `jax.jit` takes, such as a training step.
       *args: its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
-      budget: seconds for all of it, shared out evenly; None: until nothing improves.
+      budget: seconds for all of it, of which the first choices take what they need; None: until nothing improves.
       write: "user" (the user's table for this GPU), "shipped" (the library's own), or the path of a table.
       dry_run: only find the choices; measure and write nothing.
       check: only measure the entries that the table at `write` has of these choices, and delete those that take more than 102 % of
@@ -318,10 +399,24 @@ def tune(
     Raises:
       UnsupportedError: this process has no GPU, or `jtops.config.target` names another one.
       JtopsError: `write` is a file that is no table, or cannot be written.
+      Exception: of the first choice that could not be measured, such as one whose heuristic does not run, after all others were.
     """
+    device, tasks = _found(f, args, dry_run)
+    end = math.inf if budget is None else time.monotonic() + budget
+    results = _measured(tasks, device, end, write, dry_run, check, progress)
+    _raised(r.error for r in results)
+    return results
+
+
+def _found(f: Callable, args: tuple, dry_run: bool) -> tuple[Any, list[_Task]]:
+    """This process' device, and what to tune on it."""
     device = _device(dry_run)
     on: Any = target.requested() or target.of_device(device)
-    tasks = _tasks(f, args, on.platform)
+    return device, _tasks(f, args, on.platform)
+
+
+def _measured(tasks: list[_Task], device, end: float, write, dry_run: bool, check: bool, progress) -> tuple[Result, ...]:
+    """See `tune`; `end` is of time.monotonic. What is measured is written as it comes."""
     if dry_run:
         found = tuple(Result(t.choice.problem, t.now.source, t.now) for t in tasks)
         for result in found:
@@ -331,20 +426,13 @@ def tune(
     entries = tuned.load(path, "").entries if check and path.exists() else {}
     if check:
         tasks = [t for t in tasks if (e := entries.get(t.choice.problem)) and e.kernels == t.choice.fingerprint]
-    end = math.inf if budget is None else time.monotonic() + budget
+        work = lambda task, more: _again(task, device, Config(**entries[task.choice.problem].config))
+    else:
+        work = lambda task, more: _climb(task, device, more)
     results: list[Result] = []
-    with jax.debug_nans(False), concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for left, task in zip(range(len(tasks), 0, -1), tasks, strict=True):
-            start = time.monotonic()
-            if check and start < end:
-                result = _again(_Trial(task, device), Config(**entries[task.choice.problem].config))
-                _write(path, device, task, result)
-            elif task.now.source == "explicit":
-                result = Result(task.choice.problem, "explicit", task.now)
-            elif start >= end:
-                result = Result(task.choice.problem, "no time", task.choice.heuristic)
-            else:
-                result = _climb(_Trial(task, device), pool, start + (end - start) / left)
+    with jax.debug_nans(False):
+        for task, result in _in_turns(tasks, work, end):
+            if result.said in ("tuned", "heuristic"):
                 _write(path, device, task, result)
             results.append(result)
             progress(str(result))
@@ -429,35 +517,40 @@ def shaped(spec: Spec, case: Case, text: str) -> Case:
 
 
 def _asked(options: argparse.Namespace) -> list[tuple[Spec, Case, str]]:
-    """What to tune, of the command line's words."""
+    """What to tune, of the command line's words; the most valuable first."""
     known = specs.SPECS
     names = list(known) if options.op == ["all"] else options.op
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no op {unknown[0]!r}; there are {', '.join(known)}, and all.")
-    asked = []
+    asked: list[tuple[tuple, tuple[Spec, Case, str]]] = []
     for spec in (known[name] for name in names):
-        cases = [c for c in spec.compiled if not options.case or c.id in options.case]
+        cases = [c for c in spec.sizes if not options.case or c.id in options.case]
         if options.shape:
             cases = [shaped(spec, cases[0], text) for text in options.shape] if cases else []
-        asked += [(spec, case, dtype) for case in cases for dtype in options.dtype if dtype in spec.dtypes]
+        for (place, case), (turn, dtype) in itertools.product(enumerate(cases), enumerate(options.dtype)):
+            if dtype in spec.dtypes:  # of all ops the sizes of models, then their other first cases, second cases ...
+                asked.append(((turn, case not in spec.tuned, place), (spec, case, dtype)))
     if not asked:
-        raise ValueError(f"no such case: {'; '.join(f'{n} has {[c.id for c in known[n].compiled]}' for n in names)}.")
-    return asked
+        raise ValueError(f"no such case: {'; '.join(f'{n} has {[c.id for c in known[n].sizes]}' for n in names)}.")
+    return [what for _, what in sorted(asked, key=lambda a: a[0])]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m jtops.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", nargs="+", help="names of ops, or all")
-    parser.add_argument("--case", nargs="+", default=[], metavar="ID", help="of the op's compiled cases; all if not given")
+    parser.add_argument("--case", nargs="+", default=[], metavar="ID", help="of the op's real sizes; all if not given")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], help="bfloat16 if not given")
     parser.add_argument("--shape", nargs="+", default=[], help="of the operands, as 8192x4096 or 64x512,512x256")
     parser.add_argument("--forward", action="store_true", help="not the gradients")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
+    parser.add_argument("--first", type=int, default=1, metavar="N", help="begin with the Nth choice")
     parser.add_argument("--write", default="user", help="user (default), shipped, or the path of a table")
     parser.add_argument("--check", action="store_true", help="measure the table's entries again; delete those that are slower")
     parser.add_argument("--dry-run", action="store_true", help="list the choices")
     options = parser.parse_args(argv)
+    start, numbers = time.monotonic(), itertools.count(options.first)
+    said = lambda line: print(f"{next(numbers):4} {time.monotonic() - start:6.1f} s {line}", flush=True)
     try:
         asked = _asked(options)
         if options.shape and options.write == "shipped":
@@ -467,21 +560,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         def everything(*operands):
             return [f(*given) for (f, _), given in zip(calls, operands, strict=True)]
 
-        said = functools.partial(print, flush=True)
-        how = {
-            "budget": options.budget,
-            "write": options.write,
-            "dry_run": options.dry_run,
-            "check": options.check,
-            "progress": said,
-        }
-        results = tune(everything, *(types for _, types in calls), **how)
+        device, tasks = _found(everything, tuple(types for _, types in calls), options.dry_run)
+        end = math.inf if options.budget is None else start + options.budget
+        results = _measured(tasks[options.first - 1 :], device, end, options.write, options.dry_run, options.check, said)
     except (JtopsError, ValueError) as error:
         sys.exit(f"{parser.prog}: {error}")
     tuned_now = [r for r in results if r.said == "tuned"]
     print(f"\n{len(results)} choices, {len(tuned_now)} tuned:" if not options.dry_run else f"\n{len(results)} choices")
     for r in sorted(tuned_now, key=lambda r: r.seconds / r.heuristic_seconds):
         print(f"{1 - r.seconds / r.heuristic_seconds:6.1%} less  {r}")
+    if missed := sum(r.said == "no time" for r in results):
+        print(f"{missed} not begun: --first {options.first + len(results) - missed} goes on with them")
+    if failed := [r for r in results if r.error]:
+        sys.exit(f"{parser.prog}: {len(failed)} choices could not be measured, the first of them because: {failed[0].error}")
 
 
 if __name__ == "__main__":

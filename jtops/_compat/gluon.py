@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 # A block of threads has 16 named barriers. Triton's own code uses 0 for the default partition, 1 to hand over to the workers and
-# one more for each worker of several warps: with three such workers the first that is free is this one.
+# one more for each worker of several warps: with three such workers this is the first free one.
 FIRST_NAMED_BARRIER = 5
 
 if triton_compat.HAS_TRITON:
@@ -54,7 +54,7 @@ if triton_compat.HAS_TRITON:
 
         @builtin
         def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
-            """Add a block of shared memory to global memory by TMA. Waited for as a store is."""
+            """Add a block of shared memory to global memory by TMA; callers wait for it as for a store."""
             coord = _semantic._convert_to_ir_values(coord, require_i64=False)
             _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
@@ -65,7 +65,7 @@ if triton_compat.HAS_TRITON:
 
     @gluon.jit
     def _named_barrier(operation: gl.constexpr, index, threads: gl.constexpr):
-        """Every thread of the caller's partition runs it: assembly is per element, so there is an element a thread."""
+        """Run a barrier instruction on each thread of the caller's partition: assembly runs per element, so each thread has one."""
         warps: gl.constexpr = gl.num_warps()
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
         x = gl.full([32 * warps], index, gl.int32, layout=layout)
@@ -80,7 +80,7 @@ if triton_compat.HAS_TRITON:
 
     @gluon.jit
     def named_barrier_arrive(index, threads: gl.constexpr):
-        """Come to the named barrier without waiting. Who arrives twice before the others have come deadlocks."""
+        """Arrive at the named barrier without waiting. A partition that arrives twice before the others have come deadlocks."""
         _named_barrier("arrive", index, threads)
 
 else:

@@ -18,6 +18,7 @@ try:
     from jax._src.callback import emit_python_callback
     from jax._src.interpreters import partial_eval
     from jax._src.interpreters.mlir import full_like_aval
+    from jax._src.lax import lax as lax_internal
     from jax._src.lib import gpu_triton
     from jax._src.state.discharge import register_discharge_rule
     from jax._src.state.types import AbstractRef, ReadEffect, TransformedRef, WriteEffect
@@ -47,6 +48,7 @@ __all__ = [
     "symbolic_zero",
     "vary_together",
     "varying_axes",
+    "weakly_typed",
     "with_settings",
     "zeros",
 ]
@@ -57,12 +59,12 @@ if parsed(jax.__version__) < MIN_JAX:
 apply_primitive = dispatch.apply_primitive
 
 
-def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pattern: str = "") -> Any:
+def config_state(name: str, doc: str, values: tuple[str, ...] | None = None, pattern: str = "", pattern_means: str = "") -> Any:
     """A setting that JAX itself tracks: context manager, ``jax.config`` option, environment variable ``NAME``.
 
-    Its value is None, or one of `values`, or a string of the form `pattern`.
+    Its value is None, or one of `values`, or a string of the form `pattern`, which errors call `pattern_means`.
     """
-    rule = f"None or one of {', '.join(map(repr, values))}" if values else f"None or a string like {pattern}"
+    rule = f"None or one of {', '.join(map(repr, values))}" if values else f"None or {pattern_means}"
 
     def check(value):
         legal = value in values if values else isinstance(value, str) and re.fullmatch(pattern, value)
@@ -94,14 +96,14 @@ def with_settings(values: tuple):
 
 
 def distributed_client() -> tuple[Any, int] | None:
-    """(key-value client, number of this process) of a program of several processes, else None."""
+    """The pair (key-value client, number of this process) in a program of several processes, else None."""
     state = distributed.global_state
     several = state.client is not None and (state.num_processes or 1) > 1
     return (state.client, state.process_id) if several else None
 
 
 def needs_devices_to_lower(primitive) -> None:
-    """Lowering of `primitive` may build a custom_partitioning: without this mark JAX lowers it with no devices and asserts."""
+    """Mark `primitive` as one whose lowering may build a custom_partitioning, which JAX else lowers with no devices and asserts."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
@@ -111,7 +113,7 @@ def varying_axes(x) -> frozenset[str]:
 
 
 def vary_together(arrays):
-    """Inside shard_map, mark every array as varying over the axes any of them varies over. The transpose of that mark is the
+    """Mark every array as varying over the axes that any of them varies over, inside shard_map. The transpose of that mark is the
     sum over devices that the gradient of a shared operand needs; without it, it would silently be missing."""
     varying = frozenset().union(*map(varying_axes, arrays))
     if any(isinstance(x, jax.Ref) and varying_axes(x) != varying for x in arrays):
@@ -124,6 +126,11 @@ def shaped_array(shape, dtype, varying: frozenset[str] = frozenset(), sharding: 
     if sharding is None:
         sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec())
     return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying))
+
+
+def weakly_typed(x):
+    """`x` as the result of arithmetic on Python's numbers: its dtype gives way to another operand's."""
+    return lax_internal._convert_element_type(x, weak_type=True)
 
 
 def symbolic_zero(x):
@@ -141,7 +148,7 @@ for _kinds in ("lowerable", "control_flow_allowed", "remat_allowed", "custom_der
 
 
 def effects_of(args, has_side_effect: bool) -> set:
-    """The effects of a call with operands of types `args`: Refs are read and written, one cannot know which."""
+    """The effects of a call with operands of types `args`: a Ref counts as read and written, since one cannot know which."""
     refs = [i for i, a in enumerate(args) if isinstance(a, AbstractRef)]
     return {kind(i) for i in refs for kind in (ReadEffect, WriteEffect)} | ({_SideEffect()} if has_side_effect else set())
 
@@ -153,7 +160,7 @@ def keep_unused(primitive) -> None:
 
 
 def discharge(primitive, rule) -> None:
-    """``rule(refs, *args, **params)`` gives (values of the Refs, results) of a call on values in place of Refs.
+    """Register a rule: ``rule(refs, *args, **params)`` gives (values of the Refs, results) of a call on values in place of Refs.
 
     `refs` maps the place of each Ref among `args` to its type.
     """
@@ -168,13 +175,13 @@ def discharge(primitive, rule) -> None:
 
 
 def manual_axes(ctx) -> tuple[frozenset[str], tuple[str, ...]] | None:
-    """(manual axes, all axes) when `ctx` lowers the body of a shard_map, else None."""
+    """The pair (manual axes, all axes) when `ctx` lowers the body of a shard_map, else None."""
     axes = ctx.module_context.axis_context
     return (frozenset(axes.manual_axes), tuple(axes.mesh.axis_names)) if isinstance(axes, mlir.SPMDAxisContext) else None
 
 
 def device_count(ctx) -> int:
-    """How many devices the program being lowered is for."""
+    """The number of devices that the program being lowered is for."""
     return getattr(ctx.module_context.axis_context, "num_devices", None) or 1
 
 

@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import hashlib
 import importlib.util
-import os
+import pathlib
 import sys
 import types
 from collections.abc import Callable
@@ -27,6 +27,7 @@ __all__ = [
     "GPUTarget",
     "Heuristics",
     "JITFunction",
+    "cache_directory",
     "cache_manager",
     "compile_source",
     "compiler_stages",
@@ -38,6 +39,8 @@ __all__ = [
     "kernel_key",
     "load_interpreter_module",
     "make_backend",
+    "may_be_read",
+    "min_dot_size",
     "ptxas",
     "require_triton",
     "source_of",
@@ -65,7 +68,7 @@ try:
     from triton.language import str_to_ty
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.cache import get_cache_key, get_cache_manager
-    from triton.runtime.jit import JITFunction
+    from triton.runtime.jit import JITCallable, JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
@@ -121,8 +124,10 @@ class _Optimizer:
 
 @contextlib.contextmanager
 def _llvm_for(target):
-    """In Triton 3.9 LLVM's SLP vectorizer, which Triton itself turns off for sm_80, ends the process when a kernel for sm_90 sums
-    16 float16 or bfloat16 numbers a thread: off for what jtops compiles, for nobody else's kernels."""
+    """Context manager that turns LLVM's SLP vectorizer off for what jtops compiles, and for nobody else's kernels. In Triton 3.9
+    that vectorizer, which Triton itself turns off for sm_80, ends the process when a kernel for sm_90 sums 16 float16 or bfloat16
+    numbers a thread.
+    """
     crashes = target.backend == "cuda" and target.arch == 90 and (3, 9) <= parsed(triton.__version__) < (3, 10)
     if crashes and not isinstance(nvidia_compiler.llvm, _Optimizer):
         nvidia_compiler.llvm = _Optimizer(nvidia_compiler.llvm)
@@ -134,7 +139,7 @@ def _llvm_for(target):
 
 
 def compile_source(source, target, options) -> Any:
-    """``triton.compile``."""
+    """Compile by ``triton.compile``."""
     with _llvm_for(target):
         return triton.compile(source, target=target, options=options)
 
@@ -158,7 +163,7 @@ def source_of(kernel, signature: dict[str, Any], constants: dict[tuple, Any], al
 
 
 def when_compiled(source, call: Callable[[], Any]) -> None:
-    """Have ``call()`` run when `source` is compiled, which it is only where Triton's disk cache has no entry for it."""
+    """Have ``call()`` run when `source` is compiled, which happens only where Triton's disk cache has no entry for it."""
     make_ir = source.make_ir
 
     def noted(*args, **kwargs):
@@ -187,7 +192,7 @@ def kernel_function(kernel) -> Any:
 
 
 def is_gluon(kernel) -> bool:
-    """Is the kernel written in Gluon, not in Triton?"""
+    """Whether the kernel is written in Gluon, not in Triton."""
     return isinstance(kernel, GluonJITFunction)
 
 
@@ -195,15 +200,47 @@ def kernel_key(kernel) -> str:
     """What tells a kernel from every other by content: its source, its helpers' and the constants they see."""
     try:
         return kernel.cache_key
-    except RuntimeError:
-        if not INTERPRET_MODE:
+    except Exception as error:
+        _without_placeholders(kernel)
+        if not INTERPRET_MODE or not isinstance(error, RuntimeError):
             raise
         return f"{kernel.__module__}.{kernel.__qualname__}-{id(kernel)}"  # Triton finds interpreted helpers and gives up
+
+
+def _without_placeholders(kernel) -> None:
+    """Of a kernel whose key Triton could not find it keeps a placeholder, and of its helpers, and would take it for the key."""
+    if str(kernel.hash).startswith("recursion:"):
+        kernel.hash = None
+        for value in kernel.get_capture_scope().values():
+            if isinstance(value, JITFunction):
+                _without_placeholders(value)
+
+
+def may_be_read(value) -> bool:
+    """May a compiled kernel read a global of this value? Triton's rule: constants, kernels, modules, types, and what is its own."""
+    ours = getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
+    module = getattr(value, "__module__", None)
+    of_triton = isinstance(module, str) and module.startswith(("triton.language", "triton.experimental.gluon.language"))
+    record = isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")
+    kinds = (types.ModuleType, JITCallable, tl.constexpr, tl.dtype)
+    named = type(value).__name__ == "InterpretedFunction"
+    allowed = triton.knobs.compilation.allow_non_constexpr_globals
+    return bool(ours or of_triton or record or named or allowed or isinstance(value, kinds))
+
+
+def min_dot_size(lhs, rhs) -> tuple[int, int, int]:
+    """The smallest (m, n, k) of a ``tl.dot`` of these types that compiles for NVIDIA GPUs."""
+    return nvidia_compiler.min_dot_size(GPUTarget("cuda", 90, 32))(lhs, rhs)
 
 
 def cache_manager(key: str) -> Any:
     """Triton's reader and writer of one folder of its disk cache."""
     return get_cache_manager(key)
+
+
+def cache_directory() -> str:
+    """Where Triton's disk cache is."""
+    return triton.knobs.cache.dir
 
 
 def forget_on_disk(source, target, options: dict[str, Any]) -> None:
@@ -213,7 +250,7 @@ def forget_on_disk(source, target, options: dict[str, Any]) -> None:
     key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if path := manager.get_file(f"__grp__{source.name[:150]}.json"):
-        os.unlink(path)
+        pathlib.Path(path).unlink(missing_ok=True)  # another process may be repairing the same entry
 
 
 def default_shared_layout(block_shape: tuple[int, ...], triton_type: str) -> Any:

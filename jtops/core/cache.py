@@ -1,4 +1,4 @@
-"""What this process keeps of compiled kernels and decisions, to be forgotten by one `clear`, and the counts of both."""
+"""What this process keeps of compiled kernels and decisions, which one `clear` forgets, and the counts of both."""
 
 import dataclasses
 import threading
@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statistics:
-    """Since the process began or `clear`: kernels compiled, found in memory, found on disk, found damaged on disk; `seconds`
-    spent compiling or loading."""
+    """Counts since the process began or since `clear`: kernels compiled, found in memory, found on disk and found damaged on disk;
+    and the `seconds` spent compiling or loading.
+    """
 
     compiled: int = 0
     memory_hits: int = 0

@@ -51,13 +51,14 @@ def triton_call(
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
         config is settled while tracing (`jtops.core.tuning.settle`); what the call itself gives overrules both.
       out_type: pytree whose leaves have ``.shape`` and ``.dtype``, or are a `TensorDescriptor` over such; the result has the same
-        structure.
+        structure. The leaves of a dict come in the order of its sorted keys, as always in JAX: so must the kernel's outputs.
       grid: number of programs: an int, up to three ints, or a function from a dict of the kernel's numbers and constants
         to those. A grid with a zero launches nothing and returns zeros.
       name: name of the launch in profiles. Default: the kernel's.
       num_warps, num_stages, num_ctas: as for ``triton.jit`` launches; None takes Triton's default for the target.
-      cluster_size: so many neighbouring programs along the grid's first axis run together, as a thread block cluster, and can,
-        by inline assembly, reach each other's shared memory; from sm_90 on, at most 8. (With num_ctas, a cluster is one program.)
+      cluster_size: number of neighbouring programs along the grid's first axis that run together, as a thread block cluster, and
+        can reach each other's shared memory by inline assembly; from sm_90 on, at most 8. (With num_ctas, a cluster is one
+        program.)
       compute_capability: GPU to compile for where it is not the device itself: 90, "sm_90", "gfx942".
       backend_options: further options of Triton's compiler by name, such as ``enable_fp_fusion`` or ``maxnreg``.
       input_output_aliases: ``{operand: output}``: that output is that operand, changed by the kernel through the operand's pointer;

@@ -95,7 +95,7 @@ class TensorDescriptor:
 
     @classmethod
     def tree_unflatten(cls, rest, children):
-        """Unchecked: JAX puts placeholders in an array's place."""
+        """Make a descriptor without checks: JAX puts placeholders in an array's place."""
         self = object.__new__(cls)
         (self.base,) = children
         self.shape, self.strides, self.block_shape, self.layout, self.padding, self.round_f32_to_tf32 = rest
@@ -124,7 +124,7 @@ def descriptor_type(param: Descriptor, dtype) -> str:
 def launch_parameters(lib, param: Descriptor, meta: dict | None) -> list:
     """jaxlib's parameters for one descriptor: what the compiled kernel declares in its place.
 
-    With TMA (`meta` is the compiler's record of the descriptor): a CUtensorMap, sizes and strides. On a GPU without: the
+    With TMA (`meta` is the compiler's record of the descriptor): a CUtensorMap, sizes and strides. On a GPU without TMA: the
     pointer, sizes, strides, kind of padding and rounding that a load needs, then sizes and strides once more, which nothing reads.
     """
     sizes = [lib.create_scalar_parameter(n, "i32") for n in param.shape]

@@ -29,7 +29,7 @@ class Launched:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its compile-time constants
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # num_warps, num_stages, ... in force
     config: str = ""  # where an op's config is from: "explicit", "tuned table (user)", "tuned table (shipped)", "heuristic"
-    variant: str = ""  # of an op with several kernels for a stage: which, and why those before it did not fit
+    variant: str = ""  # which of a stage's several kernels runs, and why those before it did not fit
     grid: tuple[int, int, int] | None = None
     shared_bytes: int | None = None  # per program
     registers: int | None = None  # per thread
@@ -80,7 +80,7 @@ def _row(launch: Launched) -> tuple[str, ...]:
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which kernels ``f(*args, **kwargs)`` launches, with what configuration, by which path, and why. Runs nothing.
+    """Tell which kernels ``f(*args, **kwargs)`` launches, with what configuration, by which path, and why, without running any.
 
     The call is traced and lowered, for this process' default device or for the GPU that ``jtops.config.target`` names, and each
     decision is noted where it is made: whatever jit, scan, cond, vmap or grad makes of the call is seen as XLA will get it.
@@ -99,7 +99,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       XLA decides about an op's kernels while it splits the program, and one record says that.
 
     Raises:
-      UnsupportedError, KernelCompileError: as lowering the call would.
+      UnsupportedError, KernelCompileError: where lowering the call raises it.
     """
     named = target.requested()
     platforms = {} if named is None else {"lowering_platforms": (named.platform,)}

@@ -1,4 +1,4 @@
-"""What lowering decides about each kernel, told to whoever listens in this thread; nobody does but `explain`."""
+"""What lowering decides about each kernel, for a listener in this thread; only `explain` listens."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ class Note:
 
 @contextlib.contextmanager
 def setting(local: threading.local, name: str, value: Any) -> Iterator[Any]:
-    """Give this thread's `local` an attribute meanwhile; what it was before comes back."""
+    """Context manager that gives this thread's `local` an attribute and restores what it was before."""
     before = getattr(local, name, None)
     setattr(local, name, value)
     try:
@@ -33,17 +33,17 @@ def setting(local: threading.local, name: str, value: Any) -> Iterator[Any]:
 
 
 def listening() -> contextlib.AbstractContextManager[list[Note]]:
-    """Collect the notes that this thread's lowering makes meanwhile."""
+    """Context manager that collects the notes of this thread's lowering."""
     return setting(_local, "notes", [])
 
 
 def config_from(source: str, variant: str = "") -> contextlib.AbstractContextManager[tuple[str, str]]:
-    """Inside the context, calls that this thread binds record `source` as the origin of their config, and their op's variant."""
+    """Context manager in which calls bound by this thread record `source` as the origin of their config, and the op's variant."""
     return setting(_local, "origin", (source, variant))
 
 
 def origin() -> tuple[str, str]:
-    """Where the config of a call that is bound now comes from, and its op's variant; "" for a call of the user's own."""
+    """The origin of the config of a call that is bound now, and its op's variant; "" for a call of the user's own."""
     return getattr(_local, "origin", None) or ("", "")
 
 

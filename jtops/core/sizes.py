@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def cdiv(a: int, b: int) -> int:
-    """``a / b`` rounded up, for b > 0."""
+    """The quotient ``a / b`` rounded up, for b > 0."""
     return -(-a // b)
 
 

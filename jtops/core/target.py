@@ -18,7 +18,7 @@ MAX_SHARED_BYTES: dict[int | str, int] = {
     "gfx90a": 64 * _KIB, "gfx942": 64 * _KIB, "gfx950": 160 * _KIB,
 }  # fmt: skip
 
-# Of the largest GPU of an architecture that is sold: what launchers fill. NVIDIA's and AMD's data sheets.
+# Multiprocessors of the largest GPU that is sold of an architecture, which launchers fill. From NVIDIA's and AMD's data sheets.
 _MULTIPROCESSORS: dict[int | str, int] = {
     75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 110: 20, 120: 188, 121: 48,
     "gfx90a": 110, "gfx942": 304, "gfx950": 256,
@@ -46,9 +46,9 @@ class Target:
         name = str(text).strip().lower()
         if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
             return cls(name)
-        if match := re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", name):
+        if match := re.fullmatch(r"(?:sm_?)?(1?\d)\.?(\d)a?", name):  # 90.0 is no major and minor number
             return cls(int(match[1] + match[2]))
-        raise ValueError(f"GPU target {text!r} is not understood; write 'sm_90' (NVIDIA) or 'gfx942' (AMD).")
+        raise ValueError(f"GPU target {text!r} is not understood; write {config.TARGETS}.")
 
     @property
     def platform(self) -> str:
@@ -57,7 +57,7 @@ class Target:
 
     @property
     def has_clusters(self) -> bool:
-        """Can programs run together in thread block clusters?"""
+        """Whether programs can run together in thread block clusters."""
         return isinstance(self.arch, int) and self.arch >= 90
 
     @property
@@ -67,7 +67,7 @@ class Target:
 
     @property
     def multiprocessors(self) -> int:
-        """How many programs run at once if each takes a whole multiprocessor, on the largest GPU of this architecture."""
+        """The number of programs that run at once on the largest GPU of this architecture if each takes a whole multiprocessor."""
         return _MULTIPROCESSORS.get(self.arch, 128)
 
     @property
@@ -138,5 +138,5 @@ def present() -> jax.Device | None:
 
 
 def device_kind(platform: str) -> str | None:
-    """What the GPU of this process is called that runs programs for `platform`; None if there is none."""
+    """The name of this process' GPU that runs programs for `platform`; None if there is none."""
     return next((str(device.device_kind) for device in gpus(platform)), None)

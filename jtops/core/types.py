@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Output:
 
 
 def _same_number(value: Any) -> Any:
-    """What is equal for constants that a kernel cannot tell apart: Python finds 0.0 == -0.0, 1 == 1.0 == True, and no NaN equal."""
+    """A key that is equal where a kernel cannot tell constants apart: Python has 0.0 == -0.0, 1 == 1.0 == True, no equal NaN."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_same_number, value))
     return type(value), str(value) if isinstance(value, float | np.floating) else value
@@ -120,7 +120,7 @@ Bound = tuple[tuple[str, Param], ...]
 
 
 def leaves(bound: Bound) -> Iterator[tuple[tuple[int, ...], str, Any]]:
-    """Every parameter that is no tuple, and every item of those that are: (path of indices, name such as ``x[1]``, Param)."""
+    """Yield every parameter that is no tuple, and every item of those that are: (path of indices, name such as ``x[1]``, Param)."""
     for i, (name, param) in enumerate(bound):
         yield from _leaves((i,), name, param)
 
@@ -133,8 +133,18 @@ def _leaves(path, name, param):
         yield from _leaves((*path, i), name + (f"[{i}]" if param.kind is tuple else f".{param.kind._fields[i]}"), item)
 
 
+def told(given: Iterable[tuple[str, str]]) -> str:
+    """For errors: what each parameter of a kernel was given, by name."""
+    given = list(given)
+    loads = any(text.startswith(("array", "*")) for _, text in given)
+    advice = " (An array is a pointer in a kernel, one without dims too: tl.load(p) is its number.)" if loads else ""
+    if any("[" in name for name, _ in given):
+        advice += " (A tuple or list is a tuple in a kernel; jnp.array makes an array of numbers.)"
+    return f"Parameters: {', '.join(f'{name}: {text}' for name, text in given)}.{advice}"
+
+
 def is_shaped(value: Any) -> bool:
-    """Is it an array, or does it describe one?"""
+    """Whether it is an array, or describes one."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 

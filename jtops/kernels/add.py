@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from jtops._compat.jax import weakly_typed
 from jtops._compat.triton import tl, triton
 from jtops.config import Implementation
 from jtops.core.sizes import cdiv, next_power_of_2
@@ -19,7 +20,7 @@ from jtops.kernels._lib.spec import Case, Meshed, Spec, normal
 
 @triton.jit
 def _load(ptr, rows, cols, r, m, n, x_rows, ROW_M: tl.constexpr, COL_N: tl.constexpr):
-    """An operand's part of a tile, one column where it is broadcast. Without `x_rows` it is kept just as the result is."""
+    """An operand's part of a tile, one column where it is broadcast. Without `x_rows` it lies in memory just as the result does."""
     if x_rows is None:
         at = rows
     elif ROW_M:
@@ -232,13 +233,16 @@ def add(
       UnsupportedError: a dtype without kernel (bool, complex, float64), where a kernel must run.
     """
     a, b = (checks.array("add", name, v, floating=False) for name, v in (("x", x), ("y", y)))
+    weak = False
     if not (isinstance(x, jax.Array) and isinstance(y, jax.Array)) or jax.typeof(x).weak_type or jax.typeof(y).weak_type:
         raws = [jnp.asarray(v) for v in (x, y)]
+        weak = all(jax.typeof(raw).weak_type for raw in raws)
         dtype = jnp.result_type(*raws)  # a Python number takes the other operand's type
         a, b = (v.astype(dtype) if jax.typeof(raw).weak_type else v for raw, v in zip(raws, (a, b), strict=True))
     shape = checks.broadcast("add", "shapes", x=a.shape, y=b.shape)
     out = _add(a, b, implementation=implementation, config=config)[0]
-    return out if out.shape == shape else out.reshape(shape)
+    out = out if out.shape == shape else out.reshape(shape)
+    return weakly_typed(out) if weak else out
 
 
 def _xy(x, y):

@@ -33,7 +33,7 @@ class _Gate(NamedTuple):
 
 @triton.jit
 def _epilogue(sums, gate, y_ptr, nothing, place):
-    """y = activation(gate) * up."""
+    """Store ``y = activation(gate) * up``."""
     y = activate(sums[0], gate.activation) * sums[1]
     tl.store(y_ptr + place.offsets, y.to(y_ptr.dtype.element_ty), mask=place.inside)
 
@@ -53,7 +53,7 @@ def _plain(gate, up, *, activation):
 
 
 def _operands(launch: Launch, x):
-    """-> the batch as products have it, x and both weights for them."""
+    """Return the batch as products have it, and x and both weights for them."""
     rows = launch.rows
     groups = Groups.of(launch.batch, rows.x, rows.w_gate, rows.w_up)
     weights = groups.sharing(x.w_gate, rows.w_gate), groups.sharing(x.w_up, rows.w_up)
@@ -83,7 +83,7 @@ def _backward(launch: Launch, x, saved, cotangents):
 
 
 def _reference(x, w_gate, w_up, *, activation, precision, dtype):
-    wide = precisions.accumulator(jnp.promote_types(x.dtype, dtype))
+    wide = precisions.accumulator(x.dtype, dtype)
     of = lambda w: jnp.matmul(x, w, precision=precisions.lax_precision(precision), preferred_element_type=wide)
     return (_plain(of(w_gate), of(w_up), activation=activation).astype(dtype),)
 

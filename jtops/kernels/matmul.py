@@ -4,8 +4,8 @@ Bound by the tensor cores for large shapes, by reading b for few rows. The backw
 either operand transposed, and one pass over the cotangent that applies the activation's derivative and sums it for the bias.
 
 What the backward needs of the forward is z = a @ b + bias, and only if there is an activation. It is saved, in the dtype of the
-result: computing it again would add half of the backward's products to save what plain JAX code keeps as well. Who wants that,
-rematerialises: under ``jax.checkpoint`` the saved value is ``matmul_residual``.
+result: computing it again would add half of the backward's products to save what plain JAX code keeps as well. Rematerialisation
+  does just that: under ``jax.checkpoint`` the saved value is ``matmul_residual``.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class _After(NamedTuple):
 
 @triton.jit
 def _epilogue(sums, after, c_ptr, z_ptr, place):
-    """c = activation(z) + residual, and z = sum + bias."""
+    """Store ``c = activation(z) + residual``, and ``z = sum + bias``."""
     z = sums[0]
     if after.bias_ptr is not None:
         bias = after.bias_ptr + row(place.batch, after.bias_rows) * place.n + place.columns
@@ -53,7 +53,7 @@ def _epilogue(sums, after, c_ptr, z_ptr, place):
 
 
 def _plain_epilogue(z, bias, residual, activation):
-    """-> activation(z + bias) + residual, and z + bias, in the dtype of z."""
+    """Return ``activation(z + bias) + residual``, and ``z + bias``, in the dtype of z."""
     if bias is not None:
         z = z + bias[..., None, :].astype(z.dtype)
     y = activations.FUNCTIONS[activation](z)
@@ -101,7 +101,7 @@ def _backward(launch: Launch, x, saved, cotangents):
 
 
 def _reference(a, b, bias, residual, *, activation, precision, dtype):
-    wide = precisions.accumulator(jnp.promote_types(a.dtype, dtype))
+    wide = precisions.accumulator(a.dtype, dtype)
     z = jnp.matmul(a, b, precision=precisions.lax_precision(precision), preferred_element_type=wide)
     y, z = (x.astype(dtype) for x in _plain_epilogue(z, bias, residual, activation))
     return (y,) if activation is None else (y, z)
@@ -278,6 +278,11 @@ SPEC = Spec(
         Case("residual", _inputs(16384, 4096, 1024, **_FULL), "and its second"),
         Case("skinny", _inputs(16, 4096, 4096, bias=True), "few rows, k split", {"activation": "silu"}),
         Case("odd", _inputs(1000, 1001, 999, **_FULL), "masks on every side", {"activation": "gelu"}),
+    ),
+    tuned=(
+        Case("up", _inputs(4096, 4096, 14336), "a feed-forward layer of an 8B model"),
+        Case("down", _inputs(4096, 14336, 4096), "its second product"),
+        Case("odd_rows", _inputs(5000, 4096, 11008), "that of a 7B model, of some number of tokens"),
     ),
     backward_kernels=3,
     kept=1,  # z; a as well, where the gradient of b is asked for

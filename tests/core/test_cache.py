@@ -323,6 +323,51 @@ def test_entries_that_triton_made(tmp_path):
     assert counts() == (1, 0, 0, 1)
 
 
+def test_two_processes_repair_one_entry(tmp_path, monkeypatch):
+    """Case 114: the other process has removed the damaged entry in the meantime."""
+    binary = compiled(scaled).binary
+    (path,) = (tmp_path / "triton").rglob("scaled.ptx")
+    path.write_bytes(path.read_bytes()[:-200])
+    manager = triton_compat.get_cache_manager
+
+    def other(key):
+        made = manager(key)
+        found = made.get_file
+
+        def get_file(name):
+            path = found(name)
+            if path and name.startswith("__grp__"):
+                os.unlink(path)
+            return path
+
+        made.get_file = get_file
+        return made
+
+    monkeypatch.setattr(triton_compat, "get_cache_manager", other)
+    cache.clear()
+    assert compiled(scaled).binary == binary
+    assert cache.statistics().damaged == 1
+
+
+def test_binaries_alone_in_the_cache(monkeypatch):
+    """Case 67: an error that names Triton's setting; without it the entry is made whole."""
+    with monkeypatch.context() as setting:
+        setting.setenv("TRITON_STORE_BINARY_ONLY", "1")
+        for _ in range(2):
+            with pytest.raises(jtops.errors.KernelCompileError, match=r"kernel scaled: TRITON_STORE_BINARY_ONLY is set.*Unset it"):
+                compiled(scaled)
+    assert "scaled" in compiled(scaled).binary
+
+
+def test_a_directory_that_cannot_be_made(tmp_path, monkeypatch):
+    """Case 77: the directory is to blame, not the kernel."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(jtops.errors.KernelCompileError, match=r"TRITON_CACHE_DIR names, .*file/below") as caught:
+        compiled(scaled)
+    assert "does not compile" not in str(caught.value)
+
+
 def test_a_wrong_option_is_no_damage(caplog):
     with pytest.raises(jtops.errors.KernelCompileError, match="ARCH"):
         compiled(scaled, backend_options={"arch": "no such"})

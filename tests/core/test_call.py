@@ -215,7 +215,7 @@ class Unhashable:
         ({"kernel": lambda x: x}, TypeError, "kernel must be a @triton.jit function; got <function"),
         ({"num_warps": 4, "backend_options": {"num_warps": 8}}, ValueError, "num_warps=4 but backend_options has num_warps=8"),
         ({"backend_options": {"maxnreg": [1]}}, TypeError, r"backend_options\['maxnreg'\]"),
-        ({"compute_capability": "fast"}, ValueError, "GPU target 'fast' is not understood; write 'sm_90'"),
+        ({"compute_capability": "fast"}, ValueError, "GPU target 'fast' is not understood; write an architecture, such as 'sm_90'"),
     ],
 )
 def test_errors_teach(change, error, match):

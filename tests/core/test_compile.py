@@ -123,11 +123,14 @@ def test_target_by_argument_setting_and_abstract_device():
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(copied()).trace(X).lower(lowering_platforms=("cuda",)).as_text()
     assert "sm_90a" in text
-    assert [str(Target.parse(t)) for t in (90, "9.0", "sm_90a", "sm90", "12.0", "gfx90a")] == ["sm_90"] * 4 + ["sm_120", "gfx90a"]
+    good = (90, "9.0", "sm_90a", "sm90", 9.0, "12.0", "gfx90a")
+    assert [str(Target.parse(t)) for t in good] == ["sm_90"] * 5 + ["sm_120", "gfx90a"]
     assert Target(90).max_shared_bytes == MAX_SHARED_BYTES[90] == 232448
-    for bad in ("h100", "", "sm_9000", "gfx"):
+    for bad in ("h100", "", "sm_9000", "gfx", 90.0, "90.0", "sm_900"):
         with pytest.raises(ValueError, match="is not understood"):
             Target.parse(bad)
+    with pytest.raises(ValueError, match=r"must be None or an architecture, such as 'sm_90' \(H100, H200\).*got 'h100'"):
+        jtops.config.target("h100").__enter__()
 
 
 @pytest.mark.spec("num_warps/num_stages/num_ctas")

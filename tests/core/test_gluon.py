@@ -348,10 +348,10 @@ def test_descriptors_lower_to_one_text():
 
 
 def test_gluon_kernels_are_not_interpreted():
-    with pytest.raises(Exception, match="Gluon kernels have no interpreter"):
-        jax.block_until_ready(
-            jtops.triton_call(*[jnp.ones(9)] * 2, n=9, kernel=add_kernel, out_type=jnp.ones(9), grid=1, BLOCK=16, interpret=True)
-        )
+    """Case 115: refused when traced."""
+    call = lambda x: jtops.triton_call(x, x, n=9, kernel=add_kernel, out_type=x, grid=1, BLOCK=16, interpret=True)
+    with pytest.raises(jtops.UnsupportedError, match="kernel add_kernel: Gluon kernels have no interpreter"):
+        jax.make_jaxpr(call)(jnp.ones(9))
 
 
 # ----------------------------------------------------------------------------------------------------------------- running

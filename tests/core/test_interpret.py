@@ -13,6 +13,7 @@ import pytest
 
 import jtops
 from jtops._compat.triton import tl, triton
+from jtops.core.interpret import host_call
 from tests.kernels import lowered
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
@@ -97,18 +98,18 @@ def test_unsigned_order():
 
 
 @triton.jit
-def dot_kernel(a_ptr, b_ptr, o_ptr):
-    i = tl.arange(0, 16)
-    a = tl.load(a_ptr + i[:, None] * 16 + i[None, :])
-    b = tl.load(b_ptr + i[:, None] * 16 + i[None, :])
-    tl.store(o_ptr + i[:, None] * 16 + i[None, :], tl.dot(a, b))
+def dot_kernel(a_ptr, b_ptr, o_ptr, N: tl.constexpr = 32):
+    i = tl.arange(0, N)
+    a = tl.load(a_ptr + i[:, None] * N + i[None, :])
+    b = tl.load(b_ptr + i[:, None] * N + i[None, :])
+    tl.store(o_ptr + i[:, None] * N + i[None, :], tl.dot(a, b))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_dot(dtype):
     """Case 50: products of small integers are exact in every format."""
-    a, b = (jnp.asarray(np.random.default_rng(k).integers(-2, 3, (16, 16)), dtype) for k in (0, 1))
-    got = run(dot_kernel, a, b, out=like((16, 16)))
+    a, b = (jnp.asarray(np.random.default_rng(k).integers(-2, 3, (32, 32)), dtype) for k in (0, 1))
+    got = run(dot_kernel, a, b, out=like((32, 32)))
     np.testing.assert_array_equal(got, np.asarray(a, np.float32) @ np.asarray(b, np.float32))
 
 
@@ -237,6 +238,60 @@ def test_errors_name_program_and_line():
         run(fails_kernel, jnp.ones(8), out=like((8,)), n=2).block_until_ready()
 
 
+PLAIN = 3
+
+
+@triton.jit
+def reads_python_kernel(x_ptr, o_ptr, READ: tl.constexpr):
+    i = tl.arange(0, 8)
+    x = tl.load(x_ptr + i)
+    if READ:
+        x = x * PLAIN
+    tl.store(o_ptr + i, x)
+
+
+@triton.jit
+def calls_jax_kernel(x_ptr, o_ptr):
+    i = tl.arange(0, 8)
+    tl.store(o_ptr + i, jnp.exp(tl.load(x_ptr + i)))
+
+
+def reading(factor):
+    @triton.jit
+    def reads_closure_kernel(x_ptr, o_ptr):
+        i = tl.arange(0, 8)
+        tl.store(o_ptr + i, tl.load(x_ptr + i) * factor)
+
+    return reads_closure_kernel
+
+
+REFUSED = {
+    "global": (reads_python_kernel, {"READ": True}, r"x = x \* PLAIN\n: PLAIN is a variable of Python; .* tl\.constexpr"),
+    "closure": (reading(3.0), {}, r"tl\.load\(x_ptr \+ i\) \* factor\)\n: factor is a variable of Python"),
+    "jax": (calls_jax_kernel, {}, r"calls_jax_kernel.*test_interpret\.py:\d+\n    tl\.store\(o_ptr \+ i, jnp\.exp"),
+    "small dot": (dot_kernel, {"N": 8}, r"tl\.dot\(a, b\)\)\n: Input shapes should have M >= 1, N >= 1 and K >= 16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_compiler_takes_is_refused(name):
+    """Cases 78i and 78j: the interpreter refuses what the compiler does, with the kernel and its line, at the second try too."""
+    kernel, constants, match = REFUSED[name]
+    args = [jnp.ones((8, 8))] * (2 if name == "small dot" else 1)
+    call = lambda *args, **more: jtops.triton_call(*args, kernel=kernel, out_type=like((8, 8)), grid=1, **constants, **more)
+    for _ in range(2):
+        with pytest.raises(Exception, match=f"(?s){match}"):
+            call(*args, interpret=True).block_until_ready()
+        with pytest.raises(jtops.errors.KernelCompileError, match=f"kernel {kernel.__name__} does not compile for sm_90"):
+            lowered.kernels(call, *args)
+
+
+def test_what_is_not_reached_may_read_anything():
+    call = lambda x, **more: jtops.triton_call(x, READ=False, kernel=reads_python_kernel, out_type=like((8,)), grid=1, **more)
+    np.testing.assert_array_equal(call(jnp.ones(8), interpret=True), jnp.ones(8))
+    lowered.kernels(call, jnp.ones(8))
+
+
 def make_kernel(c):
     factor: tl.constexpr = tl.constexpr(c)
 
@@ -246,6 +301,20 @@ def make_kernel(c):
         tl.store(o_ptr + i, tl.load(x_ptr + i) * factor)
 
     return k
+
+
+def test_the_register_of_functions_is_bounded(monkeypatch):
+    """Case 76: the programs that have not run for longest give way, and say so; what runs stays."""
+    monkeypatch.setattr(host_call, "_KEPT", 3)
+    monkeypatch.setattr(host_call, "_functions", host_call.collections.OrderedDict())
+    program = lambda n: jax.jit(lambda x: run(arithmetic_kernel, x, out=like((n,)), N=n))
+    programs = [program(2**i) for i in range(5)]
+    for i, program in enumerate(programs):
+        program(jnp.ones(2**i)).block_until_ready()
+        programs[0](jnp.ones(1)).block_until_ready()
+        assert len(host_call._functions) <= 3
+    with pytest.raises(Exception, match=r"or 3 others have run since it did last; trace it in this one"):
+        programs[1](jnp.ones(2)).block_until_ready()
 
 
 def test_kernels_of_one_name_are_not_mixed():

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jtops
 from jtops._compat.triton import tl, triton
+from jtops.core.interpret import host_call
 from tests.kernels.test_sharding import COLLECTIVE, devices, mesh, put
 
 everywhere = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.multigpu)])
@@ -199,6 +200,34 @@ def test_eager_calls_compile_once():
     made = [jax.make_jaxpr(call)().eqns[-1].params["call"] for _ in range(2)]
     assert made[0] == made[1]
     assert hash(made[0]) == hash(made[1])
+
+
+FACTOR = 1
+
+
+def test_eager_calls_with_functions_made_anew(monkeypatch):
+    """Case 66: the call is lowered once, whoever makes its functions; a value that they see makes another call."""
+    calls = lambda f: [jax.make_jaxpr(f)(X, W).eqns[-1].params["call"] for _ in range(2)]
+    one, same = calls(by_keyword)
+    assert one == same
+    assert hash(one) == hash(same)
+    by_keyword(X, W)
+    monkeypatch.setattr(host_call, "lower", None)  # nothing asks for it
+    by_keyword(X, W)
+
+    def scaled(x, w, factor):
+        return jtops.triton_call(
+            x, w, n=lambda axes: axes["n"] * factor * FACTOR, kernel=center_kernel, BLOCK=32, out_type=(X, X[:, 0]), interpret=True,
+            grid=lambda meta: meta["rows"], sharding_rule=RULE, **dict.fromkeys(["x_batch", "w_batch", "o_batch", "m_batch"], 0),
+        )  # fmt: skip
+
+    global FACTOR  # noqa: PLW0603
+    first = calls(functools.partial(scaled, factor=1))[0]
+    assert first == calls(functools.partial(scaled, factor=1))[0]
+    assert first != calls(functools.partial(scaled, factor=True))[0]
+    FACTOR = 2
+    assert first != calls(functools.partial(scaled, factor=1))[0]
+    FACTOR = 1
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import jtops
-from jtops._compat.triton import tl, triton
-from jtops.kernels.attention.mask import Mask, key_range, query_range
 from tests import numerics, oracles
 
 ways = pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
@@ -308,71 +306,6 @@ def test_agrees_with_jax_nn(implementation):
         numerics.close(attention(q, k, v, implementation=implementation, **options), want, 1e-5)
 
 
-@triton.jit
-def ranges_kernel(lengths_ptr, ranges_ptr, mask, offset, s, blocks, BLOCK: tl.constexpr):
-    """One program: the ranges of one block, for one pair of lengths."""
-    pair, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    q_length, kv_length = tl.load(lengths_ptr + 2 * pair), tl.load(lengths_ptr + 2 * pair + 1)
-    shift = 0
-    if mask.align == "bottom_right":
-        shift = kv_length - q_length
-    sequence = q_length, kv_length, shift, offset
-    first = offset + block * BLOCK
-    start, full_start, full_stop, stop = key_range(first, first + BLOCK - 1, sequence, mask, BLOCK)
-    tl.store(ranges_ptr + 6 * tl.program_id(0), start)
-    tl.store(ranges_ptr + 6 * tl.program_id(0) + 1, full_start)
-    tl.store(ranges_ptr + 6 * tl.program_id(0) + 2, full_stop)
-    tl.store(ranges_ptr + 6 * tl.program_id(0) + 3, stop)
-    start, stop = query_range(block * BLOCK, block * BLOCK + BLOCK - 1, s, sequence, mask, BLOCK)
-    tl.store(ranges_ptr + 6 * tl.program_id(0) + 4, start)
-    tl.store(ranges_ptr + 6 * tl.program_id(0) + 5, stop)
-
-
-@pytest.mark.parametrize(("offset", "s", "align"), [(0, 22, "bottom_right"), (8, 12, None), (8, 12, "bottom_right")])
-@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (5, None), (3, 0), (0, 6), (9, 2)])
-def test_ranges_hold_what_is_seen(left, right, align, offset, s):
-    """Of every block and pair of lengths: what a kernel walks over has all that is seen, and what it does not mask is all seen."""
-    t, block, blocks = 19, 4, 6
-    lengths = np.array(list(itertools.product(range(0, offset + s + 1, 3), range(1, t + 1, 3))), np.int32)
-    ranges = jtops.triton_call(
-        lengths,
-        mask=Mask(left=left, right=right, align=align),
-        offset=offset,
-        s=s,
-        blocks=blocks,
-        kernel=ranges_kernel,
-        out_type=jax.ShapeDtypeStruct((len(lengths), blocks, 6), jnp.int32),
-        grid=len(lengths) * blocks,
-        BLOCK=block,
-        interpret=True,
-    )
-    i, j = np.arange(blocks * block + offset)[:, None], np.arange(blocks * block)[None, :]
-    for (q_length, kv_length), of_blocks in zip(lengths, np.asarray(ranges), strict=True):
-        shift = kv_length - q_length if align else 0
-        seen = (i < q_length) & (j < kv_length)
-        seen &= True if left is None else j >= i + shift - left
-        seen &= True if right is None else j <= i + shift + right
-        for b, (start, full_start, full_stop, stop, q_start, q_stop) in enumerate(of_blocks):
-            here = slice(offset + b * block, offset + (b + 1) * block)
-            walked = (j >= start) & (j < stop)
-            assert not (seen[here] & ~walked).any()
-            assert seen[here, full_start:full_stop].all()
-            assert start % block == full_start % block == 0
-            local = i - offset
-            walked = (local >= q_start) & (local < q_stop)
-            assert not (seen & (local >= 0) & (local < s) & ~walked)[:, b * block : (b + 1) * block].any()
-
-
-@ways
-@pytest.mark.parametrize("align", [True, "bottom_right"])
-def test_lengths_past_the_end_are_the_whole(align, implementation):
-    """A length above the size means all there is, also where causality is aligned by it."""
-    q, k, v = qkv(20, 30, b=2)
-    f = functools.partial(attention, causal=align, implementation=implementation)
-    got = f(q, k, v, q_lengths=jnp.array([20, 99]), kv_lengths=jnp.array([2**31 - 1, 31]))
-    np.testing.assert_array_equal(got, f(q, k, v, q_lengths=jnp.array([20, 20]), kv_lengths=jnp.array([30, 30])))
-
-
 def test_nan_past_a_later_shards_length_reaches_no_gradient():
     """Queries in parts on devices: a shard's own index of a query is not the one that lengths count."""
     q, k, v = qkv(32, 8)
@@ -383,19 +316,6 @@ def test_nan_past_a_later_shards_length_reaches_no_gradient():
     poisoned = jax.device_put(jnp.where(inside, q, jnp.nan), jax.NamedSharding(mesh, jax.P(None, "s")))
     got = jax.jit(jax.grad(loss, (0, 1, 2)))(poisoned, k, v)
     numerics.close(got, jax.grad(loss, (0, 1, 2))(jnp.where(inside, q, 0), k, v), 1e-5)
-
-
-@ways
-def test_nan_of_negative_ids_reaches_no_gradient(implementation):
-    """In tiles where other keys are seen: dk and dv of what is padding are exactly 0, those of the rest finite."""
-    q, k, v = qkv(24, 24)
-    ids = jnp.where(jnp.arange(24) % 3 == 0, -1, 0)[None]
-    poisoned = [jnp.where((ids < 0)[..., None, None], jnp.nan, x) for x in (q, k, v)]
-    f = functools.partial(attention, segment_ids=ids, implementation=implementation)
-    loss = lambda *a: jnp.where((ids < 0)[..., None, None], 0, f(*a) ** 2).sum()
-    for dx in jax.grad(loss, (0, 1, 2))(*poisoned):
-        assert jnp.isfinite(dx).all()
-        np.testing.assert_array_equal(dx[ids < 0], 0.0)
 
 
 Q = jnp.ones((2, 4, 6, 8))

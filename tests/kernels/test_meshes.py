@@ -93,7 +93,7 @@ def test_case_99_for_a_gpu():
         assert jax.jit(jtops.softmax).trace(x).out_info.sharding.spec == P("d", None)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", None])
+@pytest.mark.parametrize("implementation", ["interpret", "xla", None])
 @pytest.mark.parametrize("set_mesh", SET)
 def test_case_100_grouped_heads_over_devices(implementation, set_mesh):
     """Heads of q over 8 devices, of k and v over none."""

@@ -1,5 +1,6 @@
 """jtops.tune: which choices it finds, how it climbs, what it writes. Times are made up, but for those of the last test."""
 
+import threading
 import types
 
 import jax
@@ -261,6 +262,30 @@ def test_explicit_configs_and_a_spent_budget(gpu, tmp_path):
     assert not (tmp_path / "tuning" / TABLE).exists()
 
 
+def both(x):
+    return jtops.softmax(f(x))
+
+
+def test_a_budget_is_kept(gpu, monkeypatch):
+    """What takes longer to build than there is time for is not waited for, what is measured counts, and nothing more is begun."""
+    monkeypatch.setattr(tune, "_AT_ONCE", 1)
+    gpu.cost, done = lambda c: 50 if c["BLOCK_M"] == 8 else 100, threading.Event()
+    gpu.fails = lambda c: c["BLOCK_M"] == 32 and done.wait(60)
+    results = tune.tune(both, X, budget=4, progress=lambda _: None)
+    done.set()
+    assert [(r.problem.op, r.said) for r in results] == [("add", "tuned"), ("softmax", "no time")]
+    assert results[0].config["BLOCK_M"] == 8
+
+
+def test_one_failure_does_not_keep_others_from_being_tuned(gpu, tmp_path):
+    gpu.cost, said = lambda c: 50 if c["BLOCK_M"] == 8 else 100, []
+    gpu.fails = lambda c: "PROGRAMS" in c.blocks
+    with pytest.raises(KernelCompileError, match="it does not fit"):
+        tune.tune(both, X, progress=said.append)
+    assert sorted(word for line in said for word in line.split() if word in ("tuned", "failed")) == ["failed", "tuned"]
+    assert [p.op for p in tuned.load(tmp_path / "tuning" / TABLE, "").entries] == ["add"]
+
+
 def test_where_it_writes(gpu, tmp_path):
     gpu.cost = lambda c: 50 if c["BLOCK_M"] == 8 else 100
     mine = tmp_path / "a" / "mine.json"
@@ -301,6 +326,22 @@ def test_command(capsys):
         assert told.count("rms_norm vjp float32") == 2
         tune.main(["add", "softmax", "--case", "row", "8192x4096", "--forward", "--dry-run"])
         assert "vjp" not in capsys.readouterr().out
+
+
+def test_the_most_valuable_first(capsys):
+    """The first dtype; of all ops first the sizes of models, and of these each op's first. A later call goes on in that order."""
+    asked = ["all", "--forward", "--dry-run", "--dtype", "bfloat16", "float32"]
+    with jtops.config.target("sm_90"):
+        tune.main(asked)
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if " s " in line]
+        tune.main([*asked, "--first", "4"])
+        assert f"\n\n{len(lines) - 3} choices" in capsys.readouterr().out
+    ops = [line[4] for line in lines]
+    assert ops[:5] == ["add_rms_norm", "flash_attention", "matmul", "rms_norm", "softmax"]
+    assert ops[5:7] == ops[:2]
+    dtypes = [line[6].split(",")[0] for line in lines]
+    assert dtypes == sorted(dtypes)
+    assert [line[0] for line in lines] == [str(i + 1) for i in range(len(lines))]
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""From a bound kernel to machine code."""
+"""The way from a bound kernel to machine code."""

@@ -1,13 +1,29 @@
 """What tells kernels, their helpers and their constants apart: their content, the same in every process."""
 
+import inspect
+import re
 import types
 from typing import Any
 
 from jtops._compat import triton as triton_compat
 
 
+def key_of(kernel, error_class: type[Exception], what: str) -> str:
+    """`kernel_key`; where Triton cannot read a source that names what it does not know, an error of this class that says where."""
+    try:
+        return triton_compat.kernel_key(kernel)
+    except Exception as error:
+        named = re.search(r"<function (?:.*\.)?(\w+) at ", str(error))
+        calls = re.compile(rf"\b{named[1]}\(" if named else "(?!)")
+        offset = next((i for i, text in enumerate(kernel.raw_src) if calls.search(text)), None)
+        at = f"{inspect.getsourcefile(kernel.fn)}:{kernel.starting_line_number + (offset or 0)}"
+        source = "" if offset is None else f"\n    {kernel.raw_src[offset].strip()}"
+        said = f"stage: reading its source; at {at}{source}\nTriton says: {error}"
+        raise error_class(f"kernel {kernel.__name__} {what}; {said}") from error
+
+
 def constant_text(value) -> str:
-    """A compile-time constant by content, the same in every process."""
+    """The text of a compile-time constant: its content, the same in every process."""
     if isinstance(value, tuple):
         return f"({', '.join(map(constant_text, value))})"
     if isinstance(value, triton_compat.JITFunction):
@@ -34,7 +50,7 @@ def _reached(*kernels):
 
 
 def content(kernels) -> str:
-    """Kernels, their helpers and the constants they see, as text: the same wherever in a file they stand, and in every Triton."""
+    """The text of kernels, their helpers and the constants they see: the same anywhere in a file, and in every Triton."""
     texts = []
     for function, scope in _reached(*kernels):
         if not function.__module__.startswith("triton."):
@@ -43,7 +59,7 @@ def content(kernels) -> str:
 
 
 def distinct_helpers(kernel, constants=()) -> str:
-    """Tell apart the helpers of `kernel` that differ and share a module and name, as those of a factory do; -> their new names.
+    """Tell apart the helpers of `kernel` that differ but share a module and name, as a factory's do; return their new names.
 
     Helpers are those that it names and those among its `constants`, tuples included.
 
@@ -57,7 +73,7 @@ def distinct_helpers(kernel, constants=()) -> str:
     for twins in same.values():
         for key, function in twins.items() if len(twins) > 1 else ():
             if function is not kernel:
-                # The second is what names a helper that is passed to another one.
+                # A helper that is passed to another one goes by the second of these names.
                 function.__qualname__ = function.fn.__qualname__ = f"{function._jtops_qualname}.{key[:16]}"
                 renamed.append(function.__qualname__)
     return " ".join(sorted(renamed))

@@ -14,12 +14,13 @@ from typing import Any
 
 from jtops._compat import triton as triton_compat
 from jtops.core import cache
+from jtops.errors import KernelCompileError
 
 log = logging.getLogger("jtops.cache")
 
 
 def load_or_compile(source, target, options: dict[str, Any]):
-    """``triton.compile`` that counts, and does not trust a damaged entry of the disk cache."""
+    """Compile by ``triton.compile``, count it, and make a damaged entry of the disk cache anew."""
     start, runs = time.perf_counter(), []
     triton_compat.when_compiled(source, lambda: runs.append(True))
     damage: str | None = None
@@ -34,6 +35,11 @@ def load_or_compile(source, target, options: dict[str, Any]):
         triton_compat.forget_on_disk(source, target, options)  # raises what is wrong with `options`, if that was it
         log.warning("kernel %s: its entry in Triton's disk cache is damaged (%s); compiled anew.", source.name, damage)
         compiled = triton_compat.compile_source(source, target, options)
+    if not _launchable(compiled):
+        raise KernelCompileError(
+            f"kernel {source.name}: TRITON_STORE_BINARY_ONLY is set, which keeps Triton from storing PTX, and a launch is made of "
+            "that. Unset it."
+        )
     if runs:
         triton_compat.cache_manager(compiled.hash).put(json.dumps(_checksums(compiled)), _SEAL, binary=False)
     seconds = time.perf_counter() - start
@@ -51,10 +57,15 @@ def _checksums(compiled) -> dict[str, str]:
     return {n: hashlib.sha256(p.read_bytes()).hexdigest() for n, p in sorted(files.items())}
 
 
+def _launchable(compiled) -> bool:
+    """Whether there is what a launch is made of."""
+    return "ptx" in compiled.asm or "hsaco" in compiled.asm
+
+
 def _intact(compiled) -> bool:
     """Whether a loaded entry is what was written. One that Triton made for others has no seal, and is taken if it looks whole."""
     path = triton_compat.cache_manager(compiled.hash).get_file(_SEAL)
     if path is None:
         ptx = compiled.asm.get("ptx")
-        return "hsaco" in compiled.asm if ptx is None else ".entry" in ptx and ptx.rstrip().endswith("}")
+        return _launchable(compiled) and (ptx is None or (".entry" in ptx and ptx.rstrip().endswith("}")))
     return json.loads(Path(path).read_text()) == _checksums(compiled)

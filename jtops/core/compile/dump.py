@@ -23,7 +23,7 @@ _TEXTS = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
 
 
 def noted(call, parameters: tuple[Parameter, ...], compiled: CompiledKernel) -> CompiledKernel:
-    """`compiled`, kept or printed if the call or the environment asks for it."""
+    """Keep or print the texts of `compiled` if the call or the environment asks for it; return `compiled`."""
     debug = bool(dict(call.options).get("debug"))
     directory = os.environ.get("JTOPS_DUMP_DIR") or os.environ.get("JAX_TRITON_DUMP_DIR")
     if debug and not directory:

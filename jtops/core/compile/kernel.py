@@ -1,4 +1,4 @@
-"""A bound kernel into machine code for a target, once per process; Triton keeps it on disk between processes."""
+"""Compilation of a bound kernel for a target, once per process; Triton keeps the machine code on disk between processes."""
 
 import dataclasses
 import inspect
@@ -7,11 +7,11 @@ from typing import Any
 
 from jtops._compat import triton as triton_compat
 from jtops.core import cache
-from jtops.core.compile.content import constant_text, distinct_helpers
+from jtops.core.compile.content import constant_text, distinct_helpers, key_of
 from jtops.core.compile.disk import load_or_compile
 from jtops.core.compile.ptx_text import in_clusters, strip_ptx
 from jtops.core.target import Target
-from jtops.core.types import Bound, Constexpr, Items, Parameter
+from jtops.core.types import Bound, Constexpr, Items, Parameter, Scalar, told
 from jtops.errors import KernelCompileError
 
 MAX_TENSOR_MEMORY = 512  # columns, of Blackwell's tensor memory (PTX ISA, tcgen05)
@@ -40,7 +40,7 @@ _compiled: dict[Any, Future] = cache.store({})
 def compile_kernel(
     kernel, bound: Bound, parameters: tuple[Parameter, ...], options: tuple[tuple[str, Any], ...], target: Target
 ) -> CompiledKernel:
-    """The compiled form of `kernel` with `bound` parameters, of which `parameters` says all that the compiler asks.
+    """Compile `kernel` with `bound` parameters; `parameters` says all that the compiler asks about these.
 
     Threads that ask for one kernel at the same time compile it once and share the result, or its error.
     """
@@ -52,17 +52,14 @@ def compile_kernel(
     for option in ("num_ctas", "cluster_size"):
         if (ctas := dict(options).get(option, 1)) > 1 and not target.has_clusters:
             raise ValueError(f"kernel {kernel.__name__}: {option}={ctas} needs clusters, from sm_90 on; compiling for {target}.")
-    try:
-        content = triton_compat.kernel_key(kernel)
-    except Exception as error:  # Triton reads the source to hash it, and may trip over what it does not know
-        raise _compile_error(kernel, target, "reading its source", error) from error
+    content = key_of(kernel, KernelCompileError, f"does not compile for {target}")
     asked = tuple((p.value if p.type == "constexpr" else p.type, p.name, p.aligned, p.folds) for p in parameters)
     make = lambda: _compile(kernel, bound, parameters, dict(options), target)
     return cache.once(_compiled, (content, asked, options, target), make, lambda: cache.count(memory_hits=1))
 
 
 def variants(kernel) -> int:
-    """How many compiled forms of `kernel` this process holds."""
+    """The number of compiled forms of `kernel` that this process holds."""
     return sum(key[0] == triton_compat.kernel_key(kernel) for key in list(_compiled))
 
 
@@ -77,7 +74,7 @@ def _compile(kernel, bound, parameters, options, target) -> CompiledKernel:
         except triton_compat.CompilationError as error:
             first = first or error
     else:
-        raise _compile_error(kernel, target, "front end (Python to Triton IR)", first) from first
+        raise _compile_error(kernel, target, "front end (Python to Triton IR)", first, parameters) from first
     constants = {p.name: p.value.value for p in parameters if isinstance(p.value, Constexpr)}
     meta = compiled.metadata
     if meta.shared > target.max_shared_bytes:
@@ -123,14 +120,25 @@ def _run_triton(kernel, bound, parameters, folded, options, target):
     )
     try:
         return load_or_compile(source, target.gpu_target, options)
-    except triton_compat.CompilationError:
+    except (triton_compat.CompilationError, KernelCompileError):
         raise
+    except OSError as error:
+        raise KernelCompileError(
+            f"kernel {kernel.__name__}: Triton could not use a file: {error}. Compiled kernels are kept in a directory that "
+            f"TRITON_CACHE_DIR names, {triton_compat.cache_directory()}: it must be one that can be made and written."
+        ) from error
     except Exception as error:
         stage = "ptxas" if type(error).__name__ == "PTXASError" else "back end (Triton IR to machine code)"
         raise _compile_error(kernel, target, stage, error) from error
 
 
-def _compile_error(kernel, target, stage, error) -> KernelCompileError:
+def _told(parameter: Parameter) -> str:
+    if isinstance(parameter.value, Constexpr):
+        return f"{parameter.value.value!r} (constexpr)"
+    return f"{parameter.value.value!r} ({parameter.type})" if isinstance(parameter.value, Scalar) else parameter.type
+
+
+def _compile_error(kernel, target, stage, error, parameters=()) -> KernelCompileError:
     file, first = inspect.getsourcefile(kernel.fn), kernel.starting_line_number
     line = getattr(getattr(error, "node", None), "lineno", None)
     where, source = f"{file}:{first}", ""
@@ -144,4 +152,5 @@ def _compile_error(kernel, target, stage, error) -> KernelCompileError:
         said += " (its reason, with the kernel's line, is on stderr)"
     return KernelCompileError(
         f"kernel {kernel.__name__} does not compile for {target}; stage: {stage}; at {where}{source}\nTriton says: {said}"
+        + (f"\n{told((p.name, _told(p)) for p in parameters)}" if parameters else "")
     )

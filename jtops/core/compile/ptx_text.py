@@ -6,7 +6,7 @@ from jtops.errors import KernelCompileError
 
 
 def in_clusters(kernel, ptx: str, size: int) -> str:
-    """`ptx` with the shape of its clusters in it, so that no launch path has to know about clusters."""
+    """Write the cluster shape into the PTX entry, so that no launch path has to know about clusters."""
     if size == 1:
         return ptx
     asked, count = re.subn(r"^(\s*\.reqntid [\d, ]+)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx, flags=re.M)
@@ -20,7 +20,7 @@ _IDLE = ((" \t", " "), ("\n\t", "\n"), ("\t", " "), (", ", ","))  # strings, whi
 
 
 def strip_ptx(ptx: str) -> str:
-    """`ptx` without line tables, comments and idle blanks: smaller, and the same on every host (line tables hold paths)."""
+    """Strip line tables, comments and idle blanks: `ptx` gets smaller, and the same on every host (line tables hold paths)."""
     code = ptx.split("\n\t.section\t.debug", 1)[0]  # LLVM writes debug sections last
     lines = (line.split("//", 1)[0].rstrip() for line in code.split("\n") if not _DEBUG_LINE.match(line))
     text = "\n".join(line for line in lines if line) + "\n"

@@ -10,7 +10,7 @@ from jtops.core.compile.kernel import CompiledKernel
 
 
 def used(kernel: CompiledKernel) -> dict[str, int]:
-    """Registers per thread, spilled bytes per thread and shared bytes per program. For CUDA, assembles what jtops ships."""
+    """Registers per thread, spilled bytes per thread and shared bytes per program. For CUDA, this assembles what jtops ships."""
     if kernel.target.platform == "rocm":
         asm = kernel.triton_kernel.asm["amdgcn"]
         read = lambda key: max(map(int, re.findall(rf"\.{key}:\s*(\d+)", asm)), default=0)

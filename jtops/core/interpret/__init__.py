@@ -1,1 +1,1 @@
-"""Kernels run by NumPy."""
+"""The interpreter: NumPy runs kernels."""

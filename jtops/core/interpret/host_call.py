@@ -7,6 +7,7 @@ key, so the text is stable and the call works wherever a custom call does. The s
 """
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import threading
@@ -49,7 +50,8 @@ _Frame = _struct(
     future=c_void_p,
 )
 
-_functions: dict[bytes, tuple[Callable, list, list]] = {}
+_functions: collections.OrderedDict[bytes, tuple[Callable, list, list]] = collections.OrderedDict()  # the last used come last
+_KEPT = 1 << 14  # nobody tells when XLA drops a program: those that have not run for longest give way
 
 
 def _array(buffer, dtype: np.dtype) -> np.ndarray:
@@ -72,10 +74,16 @@ def _handler(frame_pointer):
     key = ctypes.string_at(span.ptr, span.size)
     with _running:
         _running.count += 1
+        found = _functions.get(key)
+        if found is not None:
+            _functions.move_to_end(key)
     try:
-        if key not in _functions:
-            raise RuntimeError(f"interpreted kernel {key.decode()} was traced in another process; trace it in this one.")
-        function, operand_types, result_types = _functions[key]
+        if found is None:
+            raise RuntimeError(
+                f"interpreted kernel {key.decode()} was traced in another process, or {_KEPT} others have run since it did last; "
+                "trace it in this one, after jax.clear_caches()."
+            )
+        function, operand_types, result_types = found
         operands = [_array(frame.operands.items[i].contents, t) for i, t in enumerate(operand_types)]
         results = [_array(frame.results.items[i].contents, t) for i, t in enumerate(result_types)]
         function(operands, results)
@@ -102,7 +110,8 @@ _running = _Running()
 def _finish() -> None:
     """Let interpreted programs end before Python does: a thread of XLA that calls into a closing Python hangs or aborts.
 
-    What a program has not yet returned counts as live; and a handler that has begun is waited for, whoever dropped its result.
+    Results that a program has not yet returned count as live, and a handler that has begun is awaited if its result was dropped,
+    too.
     """
     for array in jax.live_arrays("cpu") if _functions else ():
         with contextlib.suppress(Exception):  # whoever asked for the array was told, or nobody did
@@ -115,7 +124,11 @@ jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_handler, c_vo
 
 
 def lower(ctx, *operands, key: str, function: Callable[[list[np.ndarray], list[np.ndarray]], None], has_side_effect: bool = False):
-    """Lowering rule body: call ``function(operands, results)`` at run time. `key` must determine `function` by content."""
+    """Lower to a call of ``function(operands, results)`` at run time. `key` must determine `function` by content."""
     types = [[np.dtype(a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-    _functions[key.encode()] = (function, types[0], types[1])
+    with _running:
+        _functions[key.encode()] = (function, types[0], types[1])
+        _functions.move_to_end(key.encode())
+        while len(_functions) > _KEPT:
+            _functions.popitem(last=False)
     return jax.ffi.ffi_lowering(TARGET, has_side_effect=has_side_effect)(ctx, *operands, key=key)

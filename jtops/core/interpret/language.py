@@ -1,4 +1,4 @@
-"""What stands in an interpreted kernel for constructs that are no operation of Triton's builder: control flow, Python's own
+"""Replacements in an interpreted kernel for constructs that are no operation of Triton's builder: control flow, Python's own
 operators, and what takes a function, such as reductions and scans."""
 
 import functools
@@ -17,12 +17,12 @@ def unwrapped(value):
 
 
 def as_tuple(value) -> tuple:
-    """`value` as a tuple, of itself if it is none."""
+    """A tuple: `value` itself if it is one, else a tuple of it alone."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def map_tuple(f, value):
-    """`f` of each leaf of nested tuples, in the same tuples."""
+    """Apply `f` to each leaf of nested tuples; the result has the same tuples."""
     if not isinstance(value, tuple):
         return f(value)
     parts = [map_tuple(f, v) for v in value]
@@ -40,7 +40,7 @@ class Language:
     _bind: Any
 
     def overrides(self):
-        """(Triton's function, what a kernel calls in its place)."""
+        """Pairs of Triton's function and what a kernel calls in its place."""
         tl = self.tl
         same = lambda x, *_, **__: x  # hints to the compiler
         yield from ((hint, same) for hint in (tl.multiple_of, tl.max_contiguous, tl.max_constancy))
@@ -74,7 +74,7 @@ class Language:
     # -------------------------------------------------------------------------------------- Python's statements and operators
 
     def _assigned(self, value):
-        """A number that is given a name, or returned, is a number of the machine from then on."""
+        """Turn a number that is given a name, or returned, into a number of the machine."""
         value = unwrapped(value)
         return self.semantic.to_tensor(value) if isinstance(value, bool | int | float) else value
 
@@ -84,7 +84,7 @@ class Language:
         return value
 
     def _bool_op(self, method, *operands):
-        """All operands count, as in compiled code, but for constants that decide alone."""
+        """Combine all operands, as compiled code does, unless a constant decides alone."""
         value, tensors = None, []
         for operand in operands:
             value = operand()
@@ -100,7 +100,7 @@ class Language:
             raise AssertionError(f"static_assert failed: {message}")
 
     def _range(self, *bounds, step=None, **_):
-        """A loop counter is a number of the machine, not a constant: kernels call methods on it."""
+        """A range whose counter is a number of the machine, not a constant: kernels call methods on it."""
         limits = [unwrapped(b) for b in ((*bounds, step) if step is not None else bounds)]
         kinds = [self.semantic.to_tensor(b).dtype for b in (limits if len(limits) > 1 else (0, *limits))]
         ty = functools.reduce(self.semantic.integer_promote_impl, kinds)
@@ -166,7 +166,7 @@ class Language:
         return out if isinstance(source, tuple) else out[0]
 
     def _map_elementwise(self, scalar_fn, *blocks, pack=1, **_):
-        """Element by element, because `scalar_fn` may branch on each."""
+        """Apply `scalar_fn` element by element, because it may branch on each."""
         blocks, pack, function = self.semantic.broadcast_tensors(*blocks), unwrapped(pack), self.convert(scalar_fn)
         arrays, shape = [b.handle.data.reshape(-1, pack) for b in blocks], blocks[0].handle.data.shape
         single, rows, kinds = True, [], []
@@ -183,7 +183,7 @@ class Language:
         standard = self.tl.standard
         known = (
             (standard._sum_combine, np.add),
-            (standard._elementwise_max, np.fmax),  # as the hardware's: NaN loses
+            (standard._elementwise_max, np.fmax),  # like the hardware's: NaN loses
             (standard._elementwise_min, np.fmin),
         )
         kernel = getattr(combine, "jit_function", None)

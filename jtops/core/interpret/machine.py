@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jtops._compat import triton as triton_compat
 from jtops.core.types import NUMPY_TYPES
 
 _GUARD_BYTES = 512  # between any two buffers, so that running off one does not land in the next
@@ -41,7 +42,7 @@ class Memory:
         return body.view(like.dtype).reshape(like.shape)
 
     def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """What lies at `addresses`, `other` where the mask is false; the dtype is that of `other`."""
+        """The elements at `addresses`, and `other` where the mask is false; the dtype is that of `other`."""
         addresses, mask, other = np.broadcast_arrays(addresses, mask, other)
         values = np.array(other)
         which = self.find(addresses[mask], values.dtype.itemsize, "load")
@@ -52,7 +53,7 @@ class Memory:
         return values
 
     def store(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
-        """Write `values` where the mask is true; of several for one address, one stays."""
+        """Write `values` where the mask is true; of several values for one address, one stays."""
         addresses, values, mask = np.broadcast_arrays(addresses, values, mask)
         which = self.find(addresses[mask], values.dtype.itemsize, "store")
         for buffer, there, index in self._pieces(addresses[mask], which, values.dtype):
@@ -95,7 +96,7 @@ class Memory:
         return which
 
     def _pieces(self, addresses, which, dtype):
-        """Per buffer that is met: its elements, which accesses meet it, and at what index."""
+        """For each buffer that is met: its elements, which accesses meet it, and at what index."""
         for b in np.unique(which):
             there = which == b
             offset = (addresses[there] - self.starts[b]).astype(np.int64)
@@ -124,7 +125,8 @@ _CHANGES = {
 
 def scaled(data: np.ndarray, kind: str, packed: int, scale: Any, transposed: bool = False) -> np.ndarray:
     """The float32 values of an operand in an OCP microscaling format: fp4 are two to a byte along axis `packed`, the first in the
-    lower bits; each number of `scale`, powers of two by their exponent, is for a group of elements of the axis that is summed."""
+    lower bits; each number of `scale`, a power of two given by its exponent, is for a group of elements of the axis that is summed.
+    """
     if kind == "E2M1":
         low, high = np.moveaxis(data & 15, packed, -1), np.moveaxis(data >> 4, packed, -1)
         data = np.moveaxis(np.stack([low, high], -1).reshape(*low.shape[:-1], -1), -1, packed)
@@ -154,8 +156,9 @@ def make_builder(base: Any, state: Any) -> Any:
 
         def __init__(self):
             super().__init__()
-            # Assertions of the kernel count. Integers wrap as they do on GPUs: looking for it would triple the work.
+            # The kernel's own assertions are checked. Integers wrap as on GPUs: looking for overflow would triple the work.
             self.options: Any = base.InterpreterOptions(debug=True, sanitize_overflow=False)
+            self.codegen_fns["min_dot_size"] = triton_compat.min_dot_size
 
         def __getattr__(self, name):
             if not name.startswith(("create_", "get_")):
@@ -188,6 +191,14 @@ def make_builder(base: Any, state: Any) -> Any:
                 swap = lambda old, value: np.where(bits(old) == bits(wanted[at].reshape(1)), value, old)
                 found[at] = state.memory.update(ptr.data[at].reshape(1), new[at].reshape(1), every, swap)[0]
             return handle(found, cmp.dtype.scalar)
+
+        def create_descriptor_load(self, desc, *args):
+            out = super().create_descriptor_load(desc, *args)
+            if getattr(desc, "round_f32_to_tf32", False):  # 13 bits less of the fraction
+                bits = np.ascontiguousarray(out.data).view(np.uint32)
+                near = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+                out.data = np.where(np.isfinite(out.data), near.view(np.float32), out.data)
+            return out
 
         def create_descriptor_reduce(self, kind, desc, value, indices):
             ptrs, mask = desc.materialize_pointers(indices)

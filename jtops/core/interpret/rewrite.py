@@ -1,4 +1,4 @@
-"""A kernel's source with Triton's meaning of Python's statements, where Python itself would take another.
+"""The rewriting of a kernel's source to Triton's meaning of Python's statements, where Python itself takes another.
 
 Compiled, ``x = 2`` makes a number of the machine (int32, which wraps and whose ``//`` truncates) and not a constant, ``and``,
 ``or`` and ``not`` work on every element of a block, and a block has no truth value. Python knows none of that and lets no object
@@ -14,7 +14,7 @@ _FACTORY = "__jtops_factory"
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Puts the calls in."""
+    """The transformer of the syntax tree that puts the calls in."""
 
     @staticmethod
     def _call(name: str, node: ast.expr, *args: ast.expr) -> ast.expr:
@@ -82,9 +82,8 @@ def _factory_code(kernel) -> types.CodeType:
     for arg in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]:
         arg.annotation = None
     _Rewriter().generic_visit(function)
-    free = [ast.arg(name) for name in kernel.fn.__code__.co_freevars]
     result = ast.Return(ast.Name(function.name, ast.Load()))
-    wrapped = ast.FunctionDef(_FACTORY, ast.arguments([], free, None, [], [], None, []), [function, result], [], type_params=[])
+    wrapped = ast.FunctionDef(_FACTORY, ast.arguments([], [], None, [], [], None, []), [function, result], [], type_params=[])
     tree.body = [wrapped]
     ast.fix_missing_locations(tree)
     ast.increment_lineno(tree, def_line(kernel) - 1)
@@ -96,14 +95,13 @@ def def_line(kernel) -> int:
     return kernel.starting_line_number + next(i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def "))
 
 
-def function(kernel, scope: dict[str, Any], closure: tuple) -> types.FunctionType:
-    """The rewritten Python function of a ``triton.jit`` one, with `scope` as its globals and the contents of its `closure`."""
+def function(kernel, scope: dict[str, Any]) -> types.FunctionType:
+    """The rewritten Python function of a ``triton.jit`` one, with `scope` as its globals, those of its closure included."""
     made = vars(kernel).get("_jtops_code")
     if made is None or made[0] != kernel.src:
         made = kernel._jtops_code = (kernel.src, _factory_code(kernel))
-    space = dict(scope)
-    exec(made[1], space)  # its own source, which its author handed to Triton to run
-    plain = space.pop(_FACTORY)(*closure)
+    exec(made[1], scope)  # its own source, which its author handed to Triton to run
+    plain = scope.pop(_FACTORY)()
     plain.__defaults__ = tuple(getattr(d, "value", d) for d in kernel.fn.__defaults__ or ()) or None
     plain.__kwdefaults__ = {n: getattr(d, "value", d) for n, d in (kernel.fn.__kwdefaults__ or {}).items()}
     return plain

@@ -1,4 +1,4 @@
-"""Running a Triton kernel with NumPy on the host: no GPU, no torch, no environment variable, any thread.
+"""Running a Triton kernel with NumPy on the host, in any thread, without a GPU, torch or an environment variable.
 
 The kernel's own source runs (`rewrite` says with which changes), with other globals: every Triton builtin it can reach is bound to
 a semantic that computes with NumPy, every jitted helper is interpreted in turn, everything else is what it was. Nothing of Triton
@@ -15,7 +15,6 @@ import builtins
 import functools
 import inspect
 import linecache
-import os
 import threading
 import types
 from typing import Any
@@ -37,9 +36,10 @@ from jtops.core.types import (
     Scalar,
     array_of,
     leaves,
+    told,
     triton_type,
 )
-from jtops.errors import InterpreterError, UnsupportedError
+from jtops.errors import InterpreterError
 
 
 def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, aliases=(), zeroed=()) -> None:
@@ -48,8 +48,6 @@ def run(kernel, bound: Bound, grid: tuple[int, int, int], inputs, outputs, alias
     `aliases` are pairs (input, output): that output starts as a copy of that input, and the kernel writes through its parameter.
     Outputs in `zeroed` start as zeros.
     """
-    if triton_compat.is_gluon(kernel):
-        raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
     names = {(isinstance(a, Output), a.index): name for _, name, p in leaves(bound) if (a := array_of(p))}
     memory = Memory(inputs, outputs, names, aliases, zeroed)
     _machine().run(kernel, bound, grid, memory)
@@ -130,7 +128,7 @@ class _Machine(Language):
         self.names = self.builtins()
 
     def _bound_members(self, cls) -> dict[str, Any]:
-        """The methods of a Triton class that ask for a compiler context, or are jitted, without that need."""
+        """The methods of a Triton class that ask for a compiler context or are jitted, freed from that need."""
         bound: dict[str, Any] = {}
         for name, member in inspect.getmembers(cls):
             if _is_builtin(member):
@@ -155,7 +153,9 @@ class _Machine(Language):
                 sizes = [value(Scalar(n, "i32")) for n in param.shape]
                 strides = [value(Scalar(s, "i64")) for s in param.strides[:-1]] + [tl.constexpr(1)]
                 block = [tl.constexpr(b) for b in param.block_shape]
-                return self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
+                made = self._own(self.semantic.make_tensor_descriptor(value(param.array), sizes, strides, block, param.padding))
+                made.handle.round_f32_to_tf32 = param.round_f32_to_tf32
+                return made
             if isinstance(param, Operand | Output):
                 array = (memory.operands if isinstance(param, Operand) else memory.results)[param.index]
                 ty = tl.pointer_type(_tl_type(tl, array.dtype))
@@ -171,7 +171,9 @@ class _Machine(Language):
                 for state.grid_idx in every if programs is None else programs:
                     function(**arguments)
         except Exception as error:
-            raise InterpreterError(f"kernel {kernel.__name__}, program {state.grid_idx}{_user_line(error)}: {error}") from error
+            at = _kernel_line(error, {f.__code__ for f in state.functions.values()})
+            given = told((name, _told(p, memory)) for _, name, p in leaves(bound))
+            raise InterpreterError(f"kernel {kernel.__name__}, program {state.grid_idx}{at}: {error}\n{given}") from error
         finally:
             del state.functions, state.memory
 
@@ -181,10 +183,13 @@ class _Machine(Language):
         if id(kernel) not in functions:
             plain = kernel.fn
             names = _names(plain.__code__)
-            scope = {n: self.convert(plain.__globals__[n]) for n in names if n in plain.__globals__}
-            scope |= {n: f for n, f in self.names.items() if n not in scope}
-            cells = tuple(self.convert(c.cell_contents) for c in plain.__closure__ or ())
-            made = rewrite.function(kernel, scope | {"__builtins__": builtins}, cells)
+            seen = {n: plain.__globals__[n] for n in names if n in plain.__globals__}
+            seen |= {n: c.cell_contents for n, c in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)}
+            scope = _Scope((n, self.convert(v)) for n, v in seen.items() if triton_compat.may_be_read(v))
+            scope.refused = seen.keys() - scope.keys()
+            scope.update((n, f) for n, f in self.names.items() if n not in scope and n not in scope.refused)
+            scope["__builtins__"] = builtins
+            made = rewrite.function(kernel, scope)
             made.__dict__["jit_function"] = kernel
             functions[id(kernel)] = made
         return functions[id(kernel)]
@@ -193,7 +198,7 @@ class _Machine(Language):
         return self.convert(helper)(tensor, *args, **kwargs)
 
     def convert(self, value: Any) -> Any:
-        """What a name inside a kernel stands for."""
+        """The value that a name inside a kernel stands for."""
         if id(value) in self.replaced:
             return self.replaced[id(value)]
         if _is_jitted(value):
@@ -207,7 +212,7 @@ class _Machine(Language):
         return value
 
     def _libdevice(self, function):
-        """A function of libdevice, which has no body in Python: NumPy's of the same name, where there is one."""
+        """Replace a function of libdevice, which has no body in Python, by NumPy's function of that name, where there is one."""
         ufunc = getattr(np, function.__name__, None)
 
         def call(*args):
@@ -226,7 +231,7 @@ class _Machine(Language):
         return bound
 
     def _own(self, value):
-        """Some builtins make plain tensors; those would ask for a compiler context at their next operation."""
+        """Turn a plain tensor, as some builtins make, into ours: it would ask for a compiler context at its next operation."""
         if isinstance(value, tuple):
             return tuple(map(self._own, value))
         if isinstance(value, self.tl.tensor_descriptor) and not isinstance(value, self.descriptor):
@@ -235,6 +240,20 @@ class _Machine(Language):
             return own
         plain = isinstance(value, self.tl.tensor) and not isinstance(value, self.tensor)
         return self.tensor(value.handle, value.type) if plain else value
+
+
+class _Scope(dict):
+    """The globals of an interpreted kernel, without those that a compiled one may not read."""
+
+    refused: Any = ()
+
+    def __missing__(self, name):
+        if name in self.refused:
+            raise NameError(
+                f"{name} is a variable of Python; a kernel can read those outside it that are constants, "
+                f"{name} = tl.constexpr(...), or jitted functions. Pass it as an argument, or make it a constant"
+            )
+        raise KeyError(name)
 
 
 class _Helper:
@@ -257,6 +276,14 @@ class _Module:
         return self._machine.convert(getattr(self._module, name))
 
 
+def _told(param, memory) -> str:
+    array = array_of(param)
+    if array is None:
+        return repr(param.value)
+    found = (memory.operands if isinstance(array, Operand) else memory.results)[array.index]
+    return f"array {found.dtype}{list(found.shape)}"
+
+
 def _is_builtin(value) -> bool:
     return callable(value) and getattr(value, "__triton_builtin__", False)
 
@@ -276,13 +303,12 @@ def _tl_type(tl, dtype):
     return tl.dtype({"i": "int", "u": "uint"}.get(short[0], short[0]) + short[1:] if short[0] in "iu" else short)
 
 
-def _user_line(error: BaseException) -> str:
-    """Where in the kernels' sources `error` arose: the last traceback frame that is neither Triton's nor ours."""
-    ours, found = os.path.dirname(os.path.dirname(__file__)), ""
-    step = error.__traceback__
+def _kernel_line(error: BaseException, kernels: set[types.CodeType]) -> str:
+    """The place in the kernels' sources where `error` arose: the last traceback step that is in one of them, not in Triton."""
+    found, step = "", error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        if not code.co_filename.startswith(ours) and "/triton/" not in code.co_filename and "/numpy/" not in code.co_filename:
+        if code in kernels and "/triton/" not in code.co_filename:
             source = linecache.getline(code.co_filename, step.tb_lineno).strip()
             found = f", {code.co_filename}:{step.tb_lineno}\n    {source}\n"
         step = step.tb_next

@@ -1,1 +1,1 @@
-"""From a call to the operation that launches it."""
+"""The way from a call to the operation that launches it."""

@@ -1,4 +1,4 @@
-"""What a caller gives, checked and bound to a kernel's parameters and grid."""
+"""Checking what a caller gives, and binding it to a kernel's parameters and grid."""
 
 import numbers
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def _signature(kernel) -> str:
 
 
 def check_keywords(kernel, kwargs, keywords, **needed) -> None:
-    """TypeError for a keyword that neither the kernel nor triton_call (`keywords`) has, or a `needed` one left out."""
+    """Raise a TypeError for a keyword that neither the kernel nor triton_call (`keywords`) has, or a `needed` one left out."""
     params = [p.name for p in kernel.params]
     for key in kwargs:
         if key not in params:
@@ -69,7 +69,7 @@ def called_grid(grid, meta, kernel):
 
 
 def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[Bound, list, tuple[tuple[int, int], ...]]:
-    """Give every parameter of the kernel its value; -> (bound parameters, array operands, aliased (operand, output) pairs).
+    """Give every parameter its value; return (bound parameters, array operands, aliased (operand, output) pairs).
 
     `aliases` maps operands, counted over the parameters that are not constexpr, tuples flattened, to outputs; those outputs have no
     parameter of their own.
@@ -79,6 +79,7 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
     if len(args) > len(positional):
         raise TypeError(
             f"triton_call: {len(args)} positional arguments for {signature}, which has {len(positional)} parameters left for them."
+            f"{_given_twice(params, args, kwargs)}"
         )
     given = {p.name: a for p, a in zip(positional, args, strict=False)} | kwargs
     arrays: list = []
@@ -97,6 +98,8 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
             bound[n] = None
             free.append(n)
     own = [i for i in range(len(outs)) if i not in aliases.values()]
+    if len(free) < len(own) and (twice := _given_twice(params, args, kwargs)):
+        raise TypeError(f"triton_call: {signature} has {len(free)} parameters left for {len(own)} outputs.{twice}")
     if len(free) != len(own):
         raise ValueError(
             f"triton_call: out_type has {len(own)} {'unaliased ' if aliases else ''}outputs, but the arguments leave {len(free)} "
@@ -111,12 +114,18 @@ def bind(kernel, args, kwargs, options, outs, aliases: dict[int, int]) -> tuple[
     return tuple((n, bound[n]) for n in params), arrays, alias_pairs(kernel, aliases, operands, arrays, types)
 
 
+def _given_twice(params, args, kwargs) -> str:
+    """The end of an error message: parameters in the place of a positional argument that have a keyword, too."""
+    twice = [name for name in list(params)[: len(args)] if name in kwargs]
+    return f" Given by position and by keyword: {', '.join(twice)}." if twice else ""
+
+
 def _described(kernel, name, given, array) -> Descriptor:
     return bound_descriptor(given, array, triton_compat.is_gluon(kernel), f"kernel {kernel.__name__}: parameter {name!r}")
 
 
 def _bind_one(kernel, param, value, arrays, inside=False):
-    """The record of a value. `inside` a tuple, where nothing is declared, a ``tl.constexpr`` and a boolean are constants."""
+    """The record of a value. A ``tl.constexpr`` and a boolean `inside` a tuple, where nothing is declared, are constants."""
     wrapped = type(value).__name__ == "constexpr"
     value = getattr(value, "value", value) if wrapped else value
     value = bool(value) if isinstance(value, np.bool_) else value

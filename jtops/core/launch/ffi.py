@@ -1,4 +1,4 @@
-"""jaxlib's own launch: a record of the kernel and its parameters, which serves every kernel on every GPU."""
+"""The launch by jaxlib: a record of the kernel and its parameters, which serves every kernel on every GPU."""
 
 import functools
 import hashlib
@@ -17,13 +17,13 @@ TARGET = "triton_kernel_call_ffi"  # jaxlib's; XLA may capture it into CUDA grap
 
 
 def bytes_to_zero(call, array: Operand | Output, out_avals) -> int:
-    """How many bytes a launch sets to zero before the kernel runs, where it is given `array`."""
+    """The number of bytes that a launch sets to zero before the kernel runs, where it is given `array`."""
     result = array.index if isinstance(array, Output) else dict(call.aliases).get(array.index)
     return out_avals[result].size * out_avals[result].dtype.itemsize if result in call.zeroed else 0
 
 
 def launched_kernel(compiled: CompiledKernel):
-    """jaxlib's record of the machine code. Neither IR nor line tables: every launch parses it all."""
+    """The machine code in jaxlib's record, without IR and line tables, because every launch parses all of it."""
     rocm = compiled.target.platform == "rocm"
     return jax_compat.gpu_triton.TritonKernel(
         compiled.name,
@@ -38,7 +38,7 @@ def launched_kernel(compiled: CompiledKernel):
 
 
 def launch_record(call, parameters: tuple[Parameter, ...], compiled: CompiledKernel, out_avals) -> bytes:
-    """jaxlib's serialized launch: machine code, grid and parameters."""
+    """The launch as jaxlib serializes it: machine code, grid and parameters."""
     lib = jax_compat.gpu_triton
     descriptors = iter(compiled.descriptors or itertools.repeat(None))
     made: list = []
@@ -55,8 +55,8 @@ def launch_record(call, parameters: tuple[Parameter, ...], compiled: CompiledKer
 def packed(record: bytes) -> bytes:
     """The form in which a program holds a record: deflated, because a launch costs more the longer it is.
 
-    One zlib makes the same bytes of it everywhere. Builds of zlib that differ may not: then programs, and with them the keys of
-    JAX's persistent cache, differ between processes that use the one and the other.
+    One build of zlib makes the same bytes of it everywhere, different builds may not. Programs, and with them the keys of JAX's
+    persistent cache, then differ between processes with different builds.
     """
     return zlib.compress(record, 6)
 
@@ -67,7 +67,7 @@ def _hsaco_directory() -> tempfile.TemporaryDirectory:
 
 
 def hsaco_file(image) -> str:
-    """jaxlib takes an HSACO by file name; the name is its content's hash."""
+    """The name of a file with the HSACO, which is how jaxlib takes it: the hash of its content."""
     path = Path(_hsaco_directory().name, hashlib.sha256(image).hexdigest() + ".hsaco")
     if not path.exists():
         written_whole(path, bytes(image))

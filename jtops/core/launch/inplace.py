@@ -12,9 +12,14 @@ import numpy as np
 from jtops.core.types import Bound, array_of, leaves
 
 
-def checked_aliases(kernel, aliases: Mapping[int, int] | None, outs) -> dict[int, int]:
-    """``input_output_aliases`` as a dict of ints, each output named once and existing."""
+def checked_aliases(kernel, aliases: Mapping[int, int] | None, outs, given) -> dict[int, int]:
+    """``input_output_aliases`` as a dict of ints, each output named once and existing; no Ref among what is `given`."""
     pairs = dict(aliases or {})
+    if pairs and any(isinstance(x, jax.Ref) for x in jax.tree.leaves(given)):
+        raise ValueError(
+            f"kernel {kernel.__name__}: input_output_aliases cannot be combined with Ref operands, which are changed in place "
+            "already."
+        )
     if not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for pair in pairs.items() for i in pair):
         raise TypeError(f"kernel {kernel.__name__}: input_output_aliases maps operand indices to output indices; got {aliases!r}.")
     if len(set(pairs.values())) < len(pairs):
@@ -28,14 +33,12 @@ def alias_pairs(kernel, aliases: dict[int, int], operands: Bound, arrays, outs) 
     """(array, output) for every alias; `operands` are the bound parameters that were given and are not constexpr.
 
     Raises:
-      ValueError: no such operand, one that is no array, a Ref anywhere, or a shape or dtype that differs from the output's.
+      ValueError: no such operand, one that is no array, one Ref given twice, or a shape or dtype that differs from the output's.
     """
     what = f"kernel {kernel.__name__}: input_output_aliases"
     refs = [x for x in arrays if isinstance(x, jax.Ref)]
     if len({id(x) for x in refs}) < len(refs):
         raise ValueError(f"kernel {kernel.__name__}: one Ref is given to two parameters; a kernel may write what another reads.")
-    if aliases and any(isinstance(x, jax.Ref) for x in arrays):
-        raise ValueError(f"{what} cannot be combined with Ref operands, which are changed in place already.")
     flat, pairs = [(name, p) for _, name, p in leaves(operands)], []
     for i, k in aliases.items():
         if not 0 <= i < len(flat):
@@ -72,7 +75,7 @@ def without_launch(outs, aliases, zeroed, arrays) -> list:
 
 
 def discharged(primitive, refs: Mapping[int, Any], *args, call) -> tuple[dict[int, Any], list]:
-    """A call with Refs as one on their values: each is an operand aliased to a further output, its new value."""
+    """Turn a call with Refs into one on their values: each becomes an operand aliased to a further output, its new value."""
     count = len(call.out_types)
     types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in refs.values())
     pairs = tuple((i, count + k) for k, i in enumerate(refs))

@@ -13,7 +13,7 @@ _TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")
 
 
 def renamed(request: Request) -> Request:
-    """`request` with older keywords, which stand among the kernel's own, turned into today's.
+    """Turn older keywords of `request`, which stand among the kernel's own, into today's.
 
     ``out_shape`` is `out_type`. ``enable_fp_fusion`` is an entry of `backend_options`. ``device``, the number of a GPU of this
     process, is that GPU's `compute_capability` if no other target is named. ``custom_call_target_name`` is checked and means

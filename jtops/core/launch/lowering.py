@@ -1,4 +1,4 @@
-"""From the triton_call primitive to StableHLO: a launch for the GPU, or a host call for the interpreter."""
+"""Lowering of the triton_call primitive to StableHLO: a launch for the GPU, or a host call for the interpreter."""
 
 import functools
 import hashlib
@@ -11,10 +11,9 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jtops._compat import jax as jax_compat
-from jtops._compat import triton as triton_compat
 from jtops.core import notes
 from jtops.core.compile import dump
-from jtops.core.compile.content import constant_text
+from jtops.core.compile.content import constant_text, key_of
 from jtops.core.compile.kernel import CompiledKernel, compile_kernel
 from jtops.core.descriptor import descriptor_type
 from jtops.core.interpret import host_call
@@ -22,7 +21,7 @@ from jtops.core.interpret import run as interpreter
 from jtops.core.launch import ffi, ptx
 from jtops.core.target import Target, resolve
 from jtops.core.types import Constexpr, Descriptor, Operand, Output, Parameter, array_of, leaves, parameters, triton_type
-from jtops.errors import UnsupportedError
+from jtops.errors import InterpreterError, UnsupportedError
 
 export_checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (ffi.TARGET, ptx.TARGET)]
 _INTERPRETED = 'interpret=True, implementation="interpret" or jtops_implementation asks for it'
@@ -54,7 +53,7 @@ def lower_gpu(ctx, *operands, call, platform):
 
 
 def _why(call, platform: str, unfit: str | None) -> str:
-    """Why a kernel is launched, and by the path that it is, for `explain`."""
+    """Why a kernel is launched, and why by this path, for `explain`."""
     said = f"the program is for {platform}"
     if call.launch:
         return f'{said}; jtops.config.launch("{call.launch}")'
@@ -72,7 +71,7 @@ def lower_host(ctx, *operands, call):
         )
     notes.add(call.name, "interpreter", _INTERPRETED, _platform(ctx), call)
     constants = [constant_text(p.value) for _, _, p in leaves(call.bound) if isinstance(p, Constexpr)]  # helpers by content
-    kernel = triton_compat.kernel_key(call.kernel)
+    kernel = key_of(call.kernel, InterpreterError, "cannot be interpreted")
     content = (kernel, constants, call.bound, call.grid, call.aliases, call.zeroed, ctx.avals_in, ctx.avals_out)
     key = f"{call.name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:32]}"
     run = functools.partial(interpreter.run, call.kernel, call.bound, call.grid, aliases=call.aliases, zeroed=call.zeroed)
@@ -99,12 +98,12 @@ def compile_for(call, in_avals, out_avals, target: Target) -> tuple[tuple[Parame
 
 
 def in_buffer_order(ctx, operands, call, parameters) -> tuple[Any, list, dict[int, int], list[int]]:
-    """What a custom call must take and give so that its buffers stand in the order of the kernel's pointers.
+    """Order what a custom call takes and gives so that its buffers stand in the order of the kernel's pointers.
 
     XLA hands over the operands, then the results, and a launch gives them to the kernel's pointers one after the other. So
     results that share an operand's buffer must come last, where no pointer is left for them; and a result whose pointer comes
-    before an operand's is handed in as one, an array of zeros that the result takes over. So is a zeroed one that a kernel
-    sees through a descriptor, which a launch cannot zero.
+    before an operand's is handed in as one, an array of zeros that the result takes over. The same is done with a zeroed result
+    that a kernel sees through a descriptor, which a launch cannot zero.
 
     Returns (lowering context of the custom call, its operands, its aliases, the output that each of its results is).
     """

@@ -44,12 +44,12 @@ def launch_options(
             raise ValueError(f"kernel {kernel.__name__}: {key}={options[key]!r} but backend_options has {key}={value!r}.")
         check_hashable(kernel, f"backend_options[{key!r}]", value)
         options[key] = value
-    options.setdefault("enable_fp_fusion", True)  # said, not left to Triton, whose default depends on version and environment
+    options.setdefault("enable_fp_fusion", True)  # set, not left to Triton, whose default depends on version and environment
     return tuple(sorted(options.items()))
 
 
 def check_hashable(kernel, what, value) -> None:
-    """TypeError unless `value` can be a compile-time constant."""
+    """Raise a TypeError unless `value` can be a compile-time constant."""
     try:
         hash(value)
     except TypeError:

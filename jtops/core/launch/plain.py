@@ -13,11 +13,14 @@ from jtops.core.launch.record import KernelCall
 from jtops.core.launch.request import OPTIONS, Request
 from jtops.core.target import Target, requested
 from jtops.core.types import Constexpr, Scalar
+from jtops.errors import UnsupportedError
 
 
 def launch(request: Request) -> Any:
-    """Launch a ``@triton.jit`` or ``@gluon.jit`` function; -> arrays in the structure of ``request.out_type``."""
+    """Launch a ``@triton.jit`` or ``@gluon.jit`` function; return arrays in the structure of ``request.out_type``."""
     kernel = triton_compat.kernel_function(request.kernel)
+    if request.interpreted() and triton_compat.is_gluon(kernel):
+        raise UnsupportedError(f"kernel {kernel.__name__}: Gluon kernels have no interpreter; run it on a GPU.")
     check_keywords(kernel, request.kwargs, OPTIONS, out_type=request.out_type, grid=request.grid)
     options = launch_options(
         kernel,
@@ -30,7 +33,7 @@ def launch(request: Request) -> Any:
     )
     leaves, tree = request.results()
     outs = tuple(out_array(kernel, leaf) for leaf in leaves)
-    wanted = inplace.checked_aliases(kernel, request.input_output_aliases, outs)
+    wanted = inplace.checked_aliases(kernel, request.input_output_aliases, outs, (request.args, request.kwargs))
     kwargs = vmap.with_strides(kernel, request.vmap_method, request.kwargs)
     bound, arrays, aliases = bind(kernel, request.args, kwargs, options, leaves, wanted)
     meta = {n: p.value for n, p in bound if isinstance(p, Scalar | Constexpr)} | dict(options)

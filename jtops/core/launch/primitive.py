@@ -37,7 +37,7 @@ def _abstract_eval(*args, call):
 
 
 def _refuse_sharded(name: str, avals) -> None:
-    """UnsupportedError for operands whose types are sharded: a kernel without a rule sees whole arrays alone."""
+    """Raise an UnsupportedError for operands whose types are sharded: a kernel without a rule sees only whole arrays."""
     for i, aval in enumerate(avals):
         if not isinstance(aval, jax_compat.AbstractRef) and any(axis is not None for axis in aval.sharding.spec):
             raise UnsupportedError(

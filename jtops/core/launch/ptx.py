@@ -17,9 +17,9 @@ from jtops.core.types import NUMPY_TYPES, Constexpr, Operand, Output, Parameter,
 from jtops.errors import UnsupportedError
 
 TARGET = "__gpu$xla.gpu.ptx"  # internal to XLA: `_compat` asks the XLA at hand whether it has it
-# The path where neither the call's setting nor the kernel decides. H200, November 2026, us a launch with and without CUDA graphs:
-# ptx 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py; records were not
-# deflated then).
+# The path that is taken where neither the call's setting nor the kernel decides. H200, November 2026, us a launch with and without
+# CUDA graphs: ptx 2.3 and 5.9, ffi 4.3 and 6.7, or 26 and 23 where the kernel's text is long (benchmarks/launch_cost.py; records
+# were not deflated then).
 AUTOMATIC = "ptx"
 _FLAGS = ("JAX_TRITON_PTXAS_EXTRA_FLAGS", "JAX_TRITON_PTXAS_DEVICE_DEBUG")  # jaxlib's
 _ENTRY = re.compile(r"\.visible \.entry ([\w$]+)\(\n?(.*?)\n?\)", re.DOTALL)
@@ -31,7 +31,7 @@ class UnfitError(Exception):
 
 
 def chosen(call, parameters: tuple[Parameter, ...], compiled, buffers: int) -> tuple[str | None, str | None]:
-    """(The PTX to launch by this path, or None for the other; why this path does not serve the call, where it was tried).
+    """Return the PTX to launch by this path, or None for the other; and why this one, if it was tried, does not serve the call.
 
     Raises:
       UnsupportedError: this path was demanded and does not serve the call.
@@ -70,7 +70,7 @@ def kernel_text(call, parameters: tuple[Parameter, ...], compiled, buffers: int)
 
 
 def _with_constants(ptx: str, params: list, pads: int) -> str:
-    """`ptx` where the launch's numbers are constants and `pads` parameters follow, for results that have no pointer."""
+    """Make the launch's numbers constants of `ptx` and add `pads` parameters at its end, for results that have no pointer."""
     entry = _ENTRY.search(ptx)
     declared = [line.strip(" \t,") for line in entry[2].split("\n")] if entry else []
     names = [f"{entry[1]}_param_{i}" for i in range(len(declared))] if entry else []
@@ -107,7 +107,7 @@ def _immediate(load: re.Match, number: Scalar, widths: dict[str, int]) -> str:
 
 
 def lower(ctx, operands, call, compiled, text: str, aliases: dict[int, int]):
-    """The custom call. `ctx` and `operands` are in the order of the kernel's pointers, results without one last."""
+    """Lower to the custom call. `ctx` and `operands` are in the order of the kernel's pointers, results without one last."""
     x, y, z = call.grid
     numbers = {"grid_x": x, "grid_y": y, "grid_z": z, "block_x": 32 * compiled.num_warps, "block_y": 1, "block_z": 1}
     texts = {"name": compiled.name, "kernel_type": "ptx", "kernel_data": text, "launch_name": call.name}

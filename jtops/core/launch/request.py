@@ -20,7 +20,7 @@ GridOrFn = Grid | Callable[[dict[str, Any]], Grid]
 class Request:
     """The arguments of `triton_call`, which explains them.
 
-    A pytree of all of them. Whatever decides something about a call, such as the config of a tuned kernel, hands on another
+    It is a pytree of all of them. Code that decides something about a call, such as the config of a tuned kernel, hands on another
     request that says so.
     """
 
@@ -47,7 +47,7 @@ class Request:
     sharding_rule: Any
 
     def interpreted(self) -> bool:
-        """Does NumPy run the kernel? The call says so, or the user's setting."""
+        """Whether NumPy runs the kernel, as the call or the user's setting says."""
         return config.implementation.value == "interpret" if self.interpret is None else bool(self.interpret)
 
     def results(self) -> tuple[list, Any]:

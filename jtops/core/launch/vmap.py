@@ -1,4 +1,4 @@
-"""vmap of a kernel call: one launch per element in a loop, or the batch as one more grid axis, as its author says."""
+"""The vmap of a kernel call: one launch per element in a loop, or the batch as one more grid axis, as its author says."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from jtops.errors import UnsupportedError
 
 @dataclasses.dataclass(frozen=True)
 class GridBatch:
-    """vmap of a kernel by a grid axis: one launch for the whole batch, nothing copied that all elements share.
+    """The vmap of a kernel by a grid axis: one launch serves the whole batch, and what all elements share is not copied.
 
     The kernel takes ``program_id(axis)`` for the number of the batch element and moves each pointer by that many batch strides:
 
@@ -54,7 +54,7 @@ class GridBatch:
 
 
 def with_strides(kernel, method, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Check `method` against the kernel's parameters; -> the call's keyword arguments, batch strides included."""
+    """Check `method` against the kernel's parameters; return the call's keyword arguments, batch strides included."""
     if method is None or method == "sequential":
         return kwargs
     if not isinstance(method, GridBatch):
@@ -73,7 +73,7 @@ def with_strides(kernel, method, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(kernel, method, bound, aliases, grid) -> None:
-    """ValueError unless `method` knows every array that vmap will map for certain, and has a grid axis for itself."""
+    """Raise a ValueError unless `method` knows every array that vmap is certain to map, and has a grid axis for itself."""
     if not isinstance(method, GridBatch):
         return
     strides, params, written = dict(method.strides), dict(bound), dict(aliases)
@@ -96,7 +96,7 @@ def check(kernel, method, bound, aliases, grid) -> None:
 
 
 def batch(bind, args, dims, *, call):
-    """Batching rule. `bind(args, call)` binds the primitive."""
+    """Apply the batching rule; `bind(args, call)` binds the primitive."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     if call.vmap_method is None:
         raise UnsupportedError(

@@ -62,7 +62,7 @@ def get_hip_backend(device: int, compute_capability: str | None):
 
 
 def make_backend(make_gpu_target_func: Callable, compute_capability, num_ctas: int) -> tuple[Any, Any, Any]:
-    """(compiler, GPU target, compute capability); ValueError for clusters before sm_90."""
+    """The triple (compiler, GPU target, compute capability); ValueError for clusters before sm_90."""
     target = make_gpu_target_func(compute_capability, num_ctas)
     return triton_compat.make_backend(target), target, target.arch
 
@@ -146,7 +146,7 @@ def get_or_create_triton_kernel(
     metaparams: Mapping[str, Any],
     dump: bool = False,
 ) -> tuple[Any, dict[tuple[int, ...], Any]]:
-    """(jaxlib's TritonKernel, Triton's attributes by parameter path) of a kernel, compiled once.
+    """The pair (jaxlib's TritonKernel, Triton's attributes by parameter path) of a kernel, compiled once.
 
     Args:
       backend_init_func: `get_cuda_backend` or `get_hip_backend`.
@@ -184,7 +184,7 @@ def make_autotuner_configs(fn, metaparams: Mapping[str, Any], named_args: Mappin
 
 
 def apply_heuristics(fn, configs: Sequence, kwargs: Mapping[str, Any], named_args: Mapping[str, Any]) -> list:
-    """`configs` with what the heuristics say: constants in a config's kwargs, ``num_warps`` and the like as its options."""
+    """Add what the heuristics say to `configs`: constants to a config's kwargs, ``num_warps`` and the like as its options."""
     made = []
     for config in map(copy.copy, configs):
         config.kwargs = dict(config.kwargs)
@@ -199,7 +199,7 @@ def apply_heuristics(fn, configs: Sequence, kwargs: Mapping[str, Any], named_arg
 
 
 def make_kernel_call(name: str, kernel_calls: Sequence, configs: Sequence, input_output_aliases_with_sizes: Sequence = ()):
-    """jaxlib's call of several configs, which times them in every process at the first launch, or the one call there is."""
+    """The one call there is, or jaxlib's call of several configs, which times them in every process at the first launch."""
     if len(kernel_calls) == 1:
         return kernel_calls[0]
     described = [(call, str(config)) for call, config in zip(kernel_calls, configs, strict=True)]

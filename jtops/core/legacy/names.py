@@ -1,7 +1,7 @@
 """Names and keywords of older bridges from Triton to JAX, as adapters over the one form; jtops itself never uses them.
 
-It is for programs that were written against those bridges and reach below `triton_call`. Older keywords of `triton_call` itself are
-`jtops.core.launch.keywords`'.
+It is for programs that were written against those bridges and reach below `triton_call`. `jtops.core.launch.keywords` serves older
+keywords of `triton_call` itself.
 """
 
 import inspect
@@ -151,12 +151,12 @@ class JTJITFunction:
 
     @property
     def arg_name_to_index(self) -> dict[str, int]:
-        """Where each parameter stands."""
+        """The index of each parameter."""
         return {name: i for i, name in enumerate(self.arg_names)}
 
     @property
     def signature(self) -> inspect.Signature:
-        """The kernel's, as Python sees it."""
+        """The kernel's signature, as Python sees it."""
         return inspect.signature(self.fn.fn)
 
     @property
@@ -171,12 +171,12 @@ class JTJITFunction:
 
     @property
     def compiled_kernels_cache_size(self) -> int:
-        """How many variants of it this process has compiled."""
+        """The number of variants of it that this process has compiled."""
         return variants(self.fn)
 
     @property
     def is_gluon(self) -> bool:
-        """Is it written in Gluon?"""
+        """Whether it is written in Gluon."""
         return triton_compat.is_gluon(self.fn)
 
 
@@ -189,10 +189,10 @@ def triton_kernel_call_abstract_eval(*_, out_shapes, **__) -> list:
 
 
 def triton_kernel_call_raise_on_jvp(*args, **kwargs):
-    """Always raises: the bridge cannot differentiate a kernel."""
+    """Raise, always: the bridge cannot differentiate a kernel."""
     raise UnsupportedError("a kernel has no derivative of its own; wrap the call in jax.custom_jvp or jax.custom_vjp.")
 
 
 def triton_kernel_call_raise_on_vmap(*args, **kwargs):
-    """Always raises: the bridge cannot batch a kernel."""
+    """Raise, always: the bridge cannot batch a kernel."""
     raise UnsupportedError("a kernel has no batching rule of its own; wrap the call in jax.custom_batching.custom_vmap.")

@@ -1,1 +1,1 @@
-"""Which device has which part."""
+"""Sharding: which device has which part."""

@@ -55,7 +55,7 @@ class Axes:
 
 
 def parse_arrays(text: str) -> tuple[Dims, ...]:
-    """``"s (g r) d, t g d"``: dims apart by blanks, arrays by commas, ``()`` for an array without dims."""
+    """Parse ``"s (g r) d, t g d"``: blanks part dims, commas part arrays, ``()`` is an array without dims."""
 
     def dims(array):
         parts = re.findall(r"\([^)]*\)|\w+", array)
@@ -65,7 +65,7 @@ def parse_arrays(text: str) -> tuple[Dims, ...]:
 
 
 def _dims(arrays, shapes) -> Iterator[tuple[int, int, tuple[str, ...], int]]:
-    """Every dim: number of the array, number of the dim, names of its axes, size."""
+    """Yield, for every dim, the number of the array, the number of the dim, the names of its axes and its size."""
     for i, (dims, shape) in enumerate(zip(arrays, shapes, strict=True)):
         for j, (names, size) in enumerate(zip(dims, shape, strict=True)):
             yield i, j, names, size
@@ -94,7 +94,7 @@ def _mesh_axes(spec: P, rank: int) -> list[tuple[str, ...]]:
 
 
 def decide(axes: Axes, shapes, mesh_shape, specs) -> Placement:
-    """Choose shardings: each axis takes that of the first array, operands before results, which shards it legally."""
+    """Choose shardings: each axis takes the sharding of the first array (operands, then results) that shards it legally."""
     ins, outs, sizes = _factors(axes, shapes)
     owner: dict[str, tuple[str, ...]] = {}  # axis -> the mesh axes that split it
     for dims, spec in zip(ins + outs, specs, strict=False):
@@ -128,7 +128,7 @@ sum_p.def_abstract_eval(lambda x, axes: x)
 
 
 def _lower_sum(ctx, x, *, axes):
-    """psum as if no mesh were set: of a mesh with some explicit axes JAX would write a sharding into the sum's own function."""
+    """Lower psum as if no mesh were set: for a mesh with some explicit axes JAX would write a sharding into the sum's function."""
     return outside_mesh(mlir.lower_fun(lambda v: [lax.psum(v, axes)]))(ctx, x)
 
 
@@ -136,7 +136,7 @@ mlir.register_lowering(sum_p, _lower_sum)
 
 
 def _on_device(local, placement: Placement, dtypes, psum=lax.psum):
-    """`local` on one device's shards, partial sums completed."""
+    """Run `local` on one device's shards and complete partial sums."""
 
     def f(*args):
         outs = zip(local(*args), placement.sums, dtypes, strict=True)
@@ -146,7 +146,7 @@ def _on_device(local, placement: Placement, dtypes, psum=lax.psum):
 
 
 def _by_types(axes: Axes, local, in_avals, out_avals):
-    """`local` under a shard_map whose specs come from the operands' own types."""
+    """Run `local` under a shard_map whose specs come from the operands' own types."""
     mesh = mesh_of(in_avals)
     placement = decide(axes, [a.shape for a in (*in_avals, *out_avals)], mesh.shape, [a.sharding.spec for a in in_avals])
     body = _on_device(local, placement, [o.dtype for o in out_avals])
@@ -161,7 +161,7 @@ def _by_types(axes: Axes, local, in_avals, out_avals):
 
 
 def _by_partitioner(axes: Axes, name: str, local, in_avals, out_avals):
-    """`local` with a rule by which XLA's partitioner splits it; a plain call on one device."""
+    """Run `local` with a rule by which XLA's partitioner splits it, or by a plain call on one device."""
     shapes, dtypes = [t.shape for t in (*in_avals, *out_avals)], [o.dtype for o in out_avals]
 
     def whole_call(*args):
@@ -215,7 +215,7 @@ def mesh_of(avals) -> jax.sharding.AbstractMesh:
 
 
 def check_manual(ctx, name: str, way_out: str = "") -> None:
-    """UnsupportedError in a shard_map that leaves some axes of its mesh to the partitioner: there it would abort the process."""
+    """Raise an UnsupportedError in a shard_map that leaves some mesh axes to the partitioner, which would abort the process."""
     manual = jax_compat.manual_axes(ctx)
     if manual is not None and manual[0] != set(manual[1]):
         raise UnsupportedError(
@@ -225,13 +225,13 @@ def check_manual(ctx, name: str, way_out: str = "") -> None:
 
 
 def is_automatic(ctx) -> bool:
-    """Is it XLA's partitioner that splits what `ctx` lowers, if anything does?"""
+    """Whether XLA's partitioner splits what `ctx` lowers, if anything does."""
     mesh = mesh_of(ctx.avals_in)
     return jax_compat.manual_axes(ctx) is None and (mesh.empty or not mesh.are_all_axes_explicit)
 
 
 def lower(ctx, *args, axes: Axes, name: str, local):
-    """Lowering rule body: `local`, the code of one device, on whatever mesh there is; `name` is the partitioned function's."""
+    """Lower `local`, the code of one device, on whatever mesh there is; `name` is the partitioned function's."""
     mesh = mesh_of(ctx.avals_in)
     if jax_compat.manual_axes(ctx) is not None:  # sums over devices are JAX's, of the results as they are handed out
         return lower_local(ctx, *args, local=lambda *a: [o.astype(t.dtype) for o, t in zip(local(*a), ctx.avals_out, strict=True)])

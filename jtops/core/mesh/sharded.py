@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.interpreters import ad, mlir
 from jax.interpreters.batching import primitive_batchers
 
 from jtops._compat import jax as jax_compat
+from jtops._compat import triton as triton_compat
 from jtops.core import notes
 from jtops.core.descriptor import TensorDescriptor
 from jtops.core.launch.request import Request
@@ -54,7 +56,7 @@ class ShardingRule:
                 )
 
     def arrays(self):
-        """-> names of the dims of each operand, of each result."""
+        """The names of the dims of each operand, and of each result."""
         ins, _, outs = self.axes.partition("->")
         return partition.parse_arrays(ins), partition.parse_arrays(outs)
 
@@ -86,7 +88,7 @@ class _ShardedCall:
     batched: tuple[tuple[bool, ...], ...] = ()  # per vmap, the first applied first: which operands it maps
 
     def local(self, *args):
-        """What one device computes, of its part; also the whole call."""
+        """Compute one device's part; also the whole call."""
         f = self.function
         for mapped in self.batched:
             f = jax.vmap(f, [0 if m else None for m in mapped])
@@ -107,9 +109,9 @@ class _ShardedCall:
 def sharded_call(function: Callable, rule: ShardingRule) -> Callable:
     """`function`, made of kernels for arrays of one device, as a function of arrays that lie on any mesh.
 
-    Works on automatic and explicit mesh axes and in shard_map, under ``jax.jit`` and ``jax.vmap`` (of `function`, so its
-    kernels need a `vmap_method`), and moves no data but to make whole what `rule` does not split. A program for several devices
-    with automatic axes holds an address: it does not export, and JAX's persistent cache finds it only with
+    It works on automatic and explicit mesh axes and in shard_map, under ``jax.jit`` and ``jax.vmap`` (of `function`, so its kernels
+    need a `vmap_method`), and moves data only to make whole what `rule` does not split. A program for several devices with
+    automatic axes holds an address: it does not export, and JAX's persistent cache finds it only with
     ``jax_remove_custom_partitioning_ptr_from_cache_key``.
 
     Args:
@@ -200,7 +202,7 @@ def _lower(ctx, *args, call):
     if jax_compat.manual_axes(ctx) is None and jax_compat.device_count(ctx) > 1:  # within XLA's partitioner an error loses its type
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in]
         platforms = ctx.platforms or ctx.module_context.platforms
-        with notes.listening():  # the launches of the whole are nobody's
+        with notes.listening():  # nobody is told of the whole call's launches
             jax.jit(partition.outside_mesh(call.local)).trace(*types).lower(lowering_platforms=tuple(platforms))
         if partition.is_automatic(ctx):
             notes.add_partitioned(call.name, platforms[0])
@@ -216,11 +218,56 @@ mlir.register_lowering(sharded_p, _lower)
 
 
 class _Slot:
-    """Stands for an array among arguments."""
+    """The stand-in for an array among arguments."""
 
 
 def _is_none(value) -> bool:
     return value is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Function:
+    """A function that is equal to every other of the same code and with the same values around it.
+
+    Callers write ``lambda axes: axes["n"]`` in the call itself, where each call makes another function of it.
+    """
+
+    function: Callable = dataclasses.field(compare=False)
+    code: types.CodeType
+    around: Constexpr
+
+
+def _plain(value):
+    return value.function if isinstance(value, _Function) else value
+
+
+def _by_content(value):
+    """A function by its content if all that it sees is constant, so that equal ones do the same; anything else as it is."""
+    if not inspect.isfunction(value):
+        return value
+    names = sorted(_global_names(value.__code__) & value.__globals__.keys())
+    seen = [*names, *(value.__globals__[name] for name in names)]
+    try:
+        seen += [cell.cell_contents for cell in value.__closure__ or ()]
+    except ValueError:  # a cell that is empty yet
+        return value
+    around = (*seen, *(value.__defaults__ or ()), *(item for pair in (value.__kwdefaults__ or {}).items() for item in pair))
+    return _Function(value, value.__code__, Constexpr(around)) if all(map(_is_constant, around)) else value
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    inner = (_global_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _is_constant(value) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, _CONSTANTS)
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, triton_compat.JITFunction)
+_CONSTANTS = (bool, int, float, str, np.generic, type, types.ModuleType, *_FUNCTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +280,7 @@ class _ByRule:
     structure: Any
     out_types: tuple[jax.ShapeDtypeStruct, ...]
     results: Any
-    grid: Callable
+    grid: "_Function | Callable"
 
     @property
     def __name__(self):
@@ -248,10 +295,10 @@ class _ByRule:
         def part(dims, whole):
             return jax.ShapeDtypeStruct([sizes.get(" ".join(n), s) for n, s in zip(dims, whole.shape, strict=True)], whole.dtype)
 
-        request = self.structure.unflatten(v.value for v in self.values)
+        request = self.structure.unflatten(_plain(v.value) for v in self.values)
         args, kwargs = jax.tree.map(argument, (request.args, request.kwargs), is_leaf=_is_none)
         outs = self.results.unflatten([part(d, t) for d, t in zip(self.rule.arrays()[1], self.out_types, strict=True)])
-        grid = lambda meta: self.grid(sizes | meta)
+        grid = lambda meta: _plain(self.grid)(sizes | meta)
         return settle.launch(dataclasses.replace(request, args=args, kwargs=kwargs, out_type=outs, grid=grid))
 
 
@@ -273,14 +320,14 @@ def launch(request: Request) -> Any:
             "triton_call: a TensorDescriptor has the shape of the whole array, and sharding_rule launches for parts of it. Make "
             "the descriptor in a function of arrays and wrap that in jtops.sharded_call: there it is one of the device's part."
         )
-    types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in outs)
-    if [len(t.shape) for t in types] != [len(dims) for dims in rule.arrays()[1]]:
+    whole = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in outs)
+    if [len(t.shape) for t in whole] != [len(dims) for dims in rule.arrays()[1]]:
         raise ValueError(f"triton_call: sharding rule {rule.axes!r} does not fit out_type {request.out_type!r}.")
     local = dataclasses.replace(request, out_type=None, grid=None, sharding_rule=None)
     values, structure = jax.tree.flatten(local, is_leaf=_is_none)
     is_array = [isinstance(v, jax.Array | np.ndarray) for v in values]
-    kept = tuple(Constexpr(_Slot if a else v) for v, a in zip(values, is_array, strict=True))
+    kept = tuple(Constexpr(_Slot if a else _by_content(v)) for v, a in zip(values, is_array, strict=True))
     arrays = [v for v, a in zip(values, is_array, strict=True) if a]
     name = name or str(getattr(getattr(request.kernel, "base_fn", request.kernel), "__name__", "kernel"))
-    _check_results(name, rule, arrays, types)
-    return sharded_call(_ByRule(rule, name, kept, structure, types, tree, grid), rule)(*arrays)
+    _check_results(name, rule, arrays, whole)
+    return sharded_call(_ByRule(rule, name, kept, structure, whole, tree, _by_content(grid)), rule)(*arrays)

@@ -73,7 +73,7 @@ def axis_index(op: str, axis: Any, ndim: int) -> int:
 
 
 def kernel_floats(*operands: Any, **_: Any) -> str | None:
-    """Limit of kernels that serve float32, bfloat16 and float16: the reason against these operands, if any."""
+    """The limit of kernels that serve float32, bfloat16 and float16: the reason against these operands, if any."""
     wrong = {
         str(x.dtype) for x in operands if x is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype not in KERNEL_FLOATS
     }

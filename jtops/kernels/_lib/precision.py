@@ -1,4 +1,4 @@
-"""How exactly things are computed. Products of float32 are float32-accurate by default; JAX's own default on GPUs is TF32."""
+"""The accuracy of computations. Products of float32 are float32-accurate by default; JAX's own default on GPUs is TF32."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ _LESS = {
 }
 
 
-def accumulator(dtype) -> jnp.dtype:
-    """What references compute in: float64 for float64, float32 for every shorter float."""
-    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+def accumulator(*dtypes) -> jnp.dtype:
+    """The dtype that references compute in: float64 where any is float64, float32 for every shorter float."""
+    return jnp.dtype(jnp.float64 if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else jnp.float32)
 
 
 def result_dtype(op: str, asked: Any, otherwise) -> jnp.dtype:
@@ -41,7 +41,7 @@ def result_dtype(op: str, asked: Any, otherwise) -> jnp.dtype:
 def resolve(op: str, precision, dtype=None) -> str:
     """``"highest"`` or ``"tf32"``: what a call asks for, else what ``jax_default_matmul_precision`` says, else float32 accuracy.
 
-    Always "tf32" for a `dtype` shorter than float32, every product of which is exact: then what is asked for makes no difference.
+    It is always "tf32" for a `dtype` shorter than float32: its products are exact, so what is asked for makes no difference.
     """
     resolved = _resolved(op, precision)
     return resolved if dtype is None or jnp.dtype(dtype).itemsize >= 4 else "tf32"
@@ -61,12 +61,12 @@ def _resolved(op: str, precision) -> str:
 
 
 def lax_precision(resolved: str) -> lax.Precision:
-    """For the reference."""
+    """The precision of the reference's products."""
     return lax.Precision.HIGHEST if resolved == "highest" else lax.Precision.DEFAULT
 
 
 def dot_precision(resolved: str, target) -> str:
-    """For ``tl.dot``: three TF32 products where tensor cores have TF32, else float32 arithmetic."""
+    """The precision for ``tl.dot``: three TF32 products where tensor cores have TF32, else float32 arithmetic."""
     if target.platform == "rocm":
         return "ieee"
     return "tf32x3" if resolved == "highest" else "tf32"

@@ -25,12 +25,12 @@ class Input:
     values: Callable[[Any, tuple[int, ...]], Any]
 
     def draw(self, rng: Any) -> Any:
-        """An array of float64, or of its own dtype."""
+        """Draw an array, of float64 or of the input's own dtype."""
         values = self.values(rng, self.shape)
         return values if self.dtype is None else values.astype(self.dtype)
 
     def type(self, dtype: str) -> jax.ShapeDtypeStruct:
-        """Shape and dtype in a run of the case in `dtype`."""
+        """The shape and dtype in a run of the case in `dtype`."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype or dtype))
 
 
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def given(self) -> list[Input]:
-        """The operands in a row."""
+        """The operands that are given, in a row."""
         return jax.tree.leaves(tuple(self.inputs.values()))
 
     def keywords(self, operands: Sequence) -> dict[str, Any]:
@@ -105,7 +105,9 @@ class Case:
         return [i.type(dtype) for i in self.given]
 
     def named_axes(self) -> tuple[list[list[str]], list[str]]:
-        """-> the axes of each operand, of the first result. A number in place of a name: of that size, whatever the others have."""
+        """The axes of each operand, and of the first result; a number in place of a name is an axis of that size, whatever the
+        others have.
+        """
         operands, _, result = self.axes.partition("->")
         named = [text.split() for text in operands.split(",")]
         shapes = [i.shape for i in self.given]
@@ -145,13 +147,19 @@ class Spec:
     forward_bytes: Callable[..., int]  # (result, **operands): the fewest bytes that the forward must move
     backward_bytes: Callable[..., int]  # the same for the backward, with gradients of all floating operands
 
-    # Of ops bound by arithmetic: (options, **operands) -> floating-point operations that the maths needs.
+    # For ops bound by arithmetic: (options, **operands) -> floating-point operations that the maths needs.
     forward_flops: Callable[..., int] | None = None
     backward_flops: Callable[..., int] | None = None
     one_dtype: bool = False  # operands of several dtypes are refused
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    tuned: tuple[Case, ...] = ()  # sizes of models, the most valuable first: what `jtops.tune` begins with
     alike: str = ""  # an op that runs the same kernels: what that op is tested for at once, this one is in `make test-all`
     model: bool = False  # stands for all ops in those tests of the frame that run for some ops at once
+
+    @property
+    def sizes(self) -> tuple[Case, ...]:
+        """The real ones."""
+        return (*self.tuned, *(case for case in self.compiled if case not in self.tuned))
 
     @property
     def operands(self) -> dict[str, Any]:
@@ -176,7 +184,7 @@ def floating(operands: Sequence) -> tuple[int, ...]:
 def with_gradients(f: Callable) -> Callable:
     """A program of `f`: ``(*operands, cotangent=None) -> (f(*operands), gradients of the floating operands)``.
 
-    The cotangent of a program that is only compiled or timed does not matter: where none is given, the value is its own.
+    The cotangent of a program that is only compiled or timed does not matter: where none is given, the value serves as its own.
     """
 
     def program(*operands, cotangent=None):

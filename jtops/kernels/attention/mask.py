@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Who sees whom. All that is given holds together; of ids and lengths the reference has arrays, a kernel `Operand`s.
+    """Who sees whom. All that is given holds together; ids and lengths are arrays in the reference and `Operand`s in a kernel.
 
     A query at position p sees the keys ``p - left`` to ``p + right``. Its position is its index, or with `align` "bottom_right"
     so much later that the last query is on the last key. Negative ids see nothing and are seen by nothing.
@@ -98,7 +98,9 @@ def operand_row(operand, b):
 
 @triton.jit
 def sequence_of(b, mask, shape):
-    """Of batch element b: its two lengths, what turns a query's index into its position, the index of the shard's first query."""
+    """Return, for batch element b, its two lengths, what turns a query's index into its position, and the index of the shard's
+    first query.
+    """
     q_length = shape.q_size
     kv_length = shape.t
     if mask.q_lengths is not None:
@@ -116,7 +118,7 @@ def sequence_of(b, mask, shape):
 
 @triton.jit
 def ids_of(operand, b, index, n):
-    """Segment ids of batch element b at `index`, -1 from n on. Without ids whatever has the shape."""
+    """Segment ids of batch element b at `index`, -1 from n on. Without ids, it returns anything of that shape."""
     ids = index
     if operand is not None:
         ids = tl.load(operand.array + operand_row(operand, b) * n + index, mask=index < n, other=-1)
@@ -142,7 +144,7 @@ def sees(index, keys, q_ids, kv_ids, sequence, mask):
 
 @triton.jit
 def key_range(first, last, sequence, mask, BLOCK: tl.constexpr):
-    """Of the keys that queries first..last (indices) may see: start, start of the unmasked middle, its stop, stop; in blocks."""
+    """The keys that queries first..last (indices) may see: start, start of the unmasked middle, its stop, stop; in blocks."""
     q_length, kv_length, shift, _ = sequence
     start = 0
     stop = kv_length
@@ -170,7 +172,7 @@ def key_range(first, last, sequence, mask, BLOCK: tl.constexpr):
 
 @triton.jit
 def query_range(first, last, s, sequence, mask, BLOCK: tl.constexpr):
-    """Of this shard's queries those that may see keys first..last: start and stop, in blocks."""
+    """The queries of this shard that may see keys first..last: start and stop, in blocks."""
     q_length, kv_length, shift, offset = sequence
     start = 0
     stop = tl.minimum(s, q_length - offset)

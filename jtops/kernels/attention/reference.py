@@ -10,7 +10,7 @@ from jtops.kernels.attention.mask import Mask, visible
 def attention(
     q, k, v, q_ids, kv_ids, q_lengths, kv_lengths, s_index, *, scale, precision, left, right, align, q_size, deterministic=False
 ):
-    """q [..., s, h, d], k [..., t, g, d], v [..., t, g, e] -> out [..., s, h, e], lse [..., s, h].
+    """Attention of q [..., s, h, d], k [..., t, g, d] and v [..., t, g, e]: out [..., s, h, e] and lse [..., s, h].
 
     `deterministic` concerns kernels alone.
     """

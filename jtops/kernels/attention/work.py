@@ -1,11 +1,11 @@
-"""Which tile a program does, apart from what it does there."""
+"""The choice of a program's tile, apart from what the program does there."""
 
 from jtops._compat.triton import tl, triton
 
 
 @triton.jit
 def tile_of_queries(pid, shape, BLOCK: tl.constexpr):
-    """-> batch element, head, first query. The latest queries, which under causality see most keys, are first."""
+    """Return batch element, head and first query. The latest queries, which see most keys under causality, are first."""
     blocks = tl.cdiv(shape.s, BLOCK)
     line = pid // blocks
     return line // shape.h, line % shape.h, (blocks - 1 - pid % blocks) * BLOCK
@@ -13,7 +13,7 @@ def tile_of_queries(pid, shape, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of_keys(pid, shape, BLOCK: tl.constexpr):
-    """-> batch element, key/value head, first key. The earliest keys, which under causality most queries see, are first."""
+    """Return batch element, key/value head and first key. The earliest keys, which most queries see under causality, are first."""
     blocks = tl.cdiv(shape.t, BLOCK)
     line = pid // blocks
     return line // shape.g, line % shape.g, pid % blocks * BLOCK

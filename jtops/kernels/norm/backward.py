@@ -65,7 +65,7 @@ def _statistic(ptr, rows, mask):
 
 @triton.jit
 def _scale(scale_ptr, own, row, cols, mask, n, scale_offset):
-    """scale + scale_offset that serves a row; 1 where there is none. `own`: scale's `Rows`, None where it has one for all."""
+    """The ``scale + scale_offset`` of a row; 1 where there is none. `own`: scale's `Rows`, None where it has one for all."""
     scale = 1.0
     if scale_ptr is not None:
         base = row * 0
@@ -77,7 +77,7 @@ def _scale(scale_ptr, own, row, cols, mask, n, scale_offset):
 
 @triton.jit
 def _terms(given, offsets, mask, mean, rstd, scale):
-    """x_hat, g and w of a tile."""
+    """The x_hat, g and w of a tile."""
     x = tl.load(given.x + offsets, mask=mask, other=0.0).to(tl.float32)
     x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
     g = tl.load(given.g + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -103,7 +103,7 @@ def _write_sum(ptr, pid, n, cols, inside_n, sums):
 
 @triton.jit
 def _rows_of_group(i, group, part, groups, BLOCK_M: tl.constexpr):
-    """-> the rows of a part's tile number i; and which of them are of the group."""
+    """Return the rows of a part's tile number i, and which of them are of the group."""
     rows = group * groups.rows + (i * groups.parts + part) * BLOCK_M + tl.arange(0, BLOCK_M)
     return rows, rows < (group + 1) * groups.rows
 
@@ -246,7 +246,8 @@ def _dx_kernel(
 
 
 def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
-    """No fused multiply-add: it would subtract the rounded mean(w) from the unrounded w, and what should cancel would not.
+    """Compiler options without fused multiply-add, which would subtract the rounded mean(w) from the unrounded w, so that terms
+    that should cancel would not.
 
     With 16 elements a thread, what a program carries fits 128 registers (sm_90, without spills), so that two programs share a
     multiprocessor; left alone, the compiler takes 163.
@@ -257,7 +258,7 @@ def _backend_options(launch: Launch, config: Config) -> dict[str, Any]:
 
 
 def backward(launch: Launch, operands, saved, cotangents, *, adds: bool, centred: bool) -> tuple:
-    """Launcher of all four ops. Those that add saved their sum, and have its cotangent too; x and residual share a gradient."""
+    """Launch for all four ops. Those that add have saved their sum and get its cotangent, too; x and residual share a gradient."""
     dsum = cotangents.sum if adds else None
     parameters = {name: getattr(operands, name) for name in ("scale", "bias") if name in operands._fields}
     rows = {name: getattr(launch.rows, name) for name in parameters}
@@ -278,7 +279,7 @@ def backward(launch: Launch, operands, saved, cotangents, *, adds: bool, centred
 
 
 def _launched(launch: Launch, given: Given, group_rows: int, dtypes: dict[str, Any]):
-    """dx, and of each parameter in `dtypes`, the type that its gradient has, a part's sums: arrays [groups, parts, n]."""
+    """Return dx and, for each parameter in `dtypes`, which has its gradient's type, the parts' sums: arrays [groups, parts, n]."""
     r, n = given.x.shape
     own = launch.rows.scale
     arguments = {
@@ -312,7 +313,7 @@ def _groups(config: Config, count: int, rows: int, blocks: int = 1) -> Groups:
 
 
 def _whole(launch: Launch, config: Config, arguments: dict[str, Any], group_rows: int, dtypes):
-    """Rows that a program, or a cluster, holds."""
+    """Launch once, for rows that a program, or a cluster, holds."""
     x = arguments["given"].x
     r, n = x.shape
     count = r // group_rows
@@ -325,7 +326,7 @@ def _whole(launch: Launch, config: Config, arguments: dict[str, Any], group_rows
 
 
 def _long(launch: Launch, config: Config, arguments: dict[str, Any], group_rows: int, dtypes):
-    """The same in two launches."""
+    """Launch twice, for rows that are too long to hold."""
     given = arguments["given"]
     r, n = given.x.shape
     count, blocks = r // group_rows, cdiv(n, config["BLOCK_N"])
@@ -379,7 +380,7 @@ def _totals(launch: Launch, partial: list, group_rows: int, rows: dict[str, Any]
 
 
 def _complete(own: Rows, group_sums, group_rows: int):
-    """Groups' sums into one per row of the parameter."""
+    """Add the groups' sums up to one per row of the parameter."""
     if len(group_sums) == 1:
         return group_sums
     if own.own > 1:

@@ -8,13 +8,18 @@ _TILES, _BLOCKS, _SPLIT = (Config(BLOCK_M=2, BLOCK_N=n, PROGRAMS=p) for n, p in 
 
 
 def _rows(names, *shape, mean=0.0, std=1.0):
-    """x, and of residual, scale and bias those that are named."""
+    """The inputs: x, and those of residual, scale and bias that are named."""
     found = {"x": normal(shape, mean, std)}
     return found | {name: normal(shape if name == "residual" else shape[-1:]) for name in names.split()}
 
 
+def _models(names):
+    """Rows of models' widths."""
+    return tuple(Case(f"width_{n}", _rows(names, 8192, n), f"a model's width: {n}") for n in (4096, 8192, 5120, 2048))
+
+
 def _size(operands) -> int:
-    """Bytes of the parameters."""
+    """The bytes of the parameters."""
     return sum(p.nbytes for name, p in operands.items() if name in ("scale", "bias"))
 
 
@@ -91,6 +96,7 @@ RMS_NORM = Spec(
         Case("middle", _rows("scale", 8192, 4096), "transformer width"),
         Case("long", _rows("scale", 64, 131072), "several blocks a row"),
     ),
+    tuned=_models("scale"),
     backward_kernels=1,
     kept=1,
     forward_bytes=LAYER_NORM.forward_bytes,
@@ -147,6 +153,7 @@ ADD_RMS_NORM = Spec(
         Case("split", _rows("residual scale", 5, 300), "few long rows, several programs each", config=_SPLIT),
     ),
     compiled=(Case("middle", _rows("residual scale", 8192, 4096), "transformer width"),),
+    tuned=_models("residual scale"),
     backward_kernels=1,
     kept=1,
     forward_bytes=ADD_LAYER_NORM.forward_bytes,

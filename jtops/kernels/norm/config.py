@@ -1,4 +1,4 @@
-"""How norms are tiled where the call does not say. Measured on an H200, 30 November 2026."""
+"""The tiles of norms where the call does not say. They were measured on an H200, 30 November 2026."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def forward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: int
     """Blocks of the forward of r rows of n elements of that size, which reads so many arrays.
 
     A thread holds 64 bytes of x; rows up to 1024 have a warp, which needs no barrier. Scale and bias read anew for each long row
-    are more than the L2 cache delivers: there, one or two programs a multiprocessor keep them, with the next rows on their way.
+    are more than the L2 cache delivers: there, one or two programs a multiprocessor keep them, and the next rows are on their way.
     """
     block_n, near, every = _block(n), _near(launch), launch.target.multiprocessors
     stages = lambda count, elements: stages_that_fit(launch.target, count, arrays * elements * itemsize)
@@ -72,7 +72,7 @@ def backward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: in
         if size and n <= 32768:
             tile = {"BLOCK_M": 1, "BLOCK_N": 4096, "PROGRAMS": _clusters(launch, size), "num_warps": 2 * itemsize}
             return Config(**tile, num_stages=stages(2 * 4096), cluster_size=size)  # two share a multiprocessor
-        if size:  # one: so that there are as many as of 16 with two
+        if size:  # one program does: as many run as in clusters of 16 where two share
             tile = {"BLOCK_M": 1, "BLOCK_N": 8192, "PROGRAMS": _clusters(launch, 16), "num_warps": 16}
             return Config(**tile, num_stages=stages(8192), cluster_size=size)
         return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=4 * near, num_warps=8, num_stages=stages(4096))
@@ -90,17 +90,19 @@ def backward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: in
 
 
 def _cluster(launch: Launch, n: int, itemsize: int) -> int:
-    """Programs of a cluster that holds a row of n elements, with 4096 each or else 8192; 0 where there is none."""
+    """The number of programs of a cluster that holds a row of n elements, with 4096 each or else 8192; 0 where there is none."""
     if not launch.clusters or n * itemsize % 16 or n > (65536 if itemsize == 2 else 32768):
         return 0
     return cdiv(n, 4096 if n <= 32768 else 8192)
 
 
-# Clusters of 3 and 4 programs for which an H200 has room at once, two programs a multiprocessor, as tried.
+# Clusters of 3 and 4 programs for which an H200 has room at once, two programs a multiprocessor, found by trying.
 _ROOM = {3: 72, 4: 60}
 
 
 def _clusters(launch: Launch, size: int) -> int:
-    """Clusters of so many programs, two programs a multiprocessor, that fill the GPU less the multiprocessors without enough
-    neighbours: one that comes late would double the time. The groups of 16 or 18 that a GPU has lack some, two of eight."""
+    """The number of clusters of `size` programs, two programs a multiprocessor, that fill the GPU less the multiprocessors without
+    enough neighbours: a cluster that comes late would double the time. A GPU's multiprocessors are in groups of 16 or 18, two of
+    eight of which lack some.
+    """
     return _ROOM.get(size, (launch.target.multiprocessors * 2 // 16 - 2) * (16 // size))

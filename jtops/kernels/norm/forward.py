@@ -22,8 +22,9 @@ from jtops.kernels.norm.config import forward_config, tail
 
 
 class Norm(NamedTuple):
-    """What a norm reads. Of each its array, None where it is absent; or its `Rows`, None where they serve the call's rows plainly:
-    x and the residual row by row, scale and bias with one for all."""
+    """What a norm reads: arrays, None where one is absent; or their `Rows`, None where they serve the call's rows plainly. That is
+    row by row for x and the residual, and one row for all for scale and bias.
+    """
 
     x: Any = None
     residual: Any = None
@@ -47,7 +48,7 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def mean_of(total, n):
-    """total / n, correctly rounded: the default division is not, and a gradient that cancels to 0 would not be 0."""
+    """``total / n``, correctly rounded: the default division is not, and a gradient that cancels to 0 would not be 0."""
     return tl.div_rn(total, tl.full(total.shape, n, tl.float32))
 
 
@@ -102,7 +103,7 @@ def _of_cluster(mean, square, turn, n, part_n, CENTRED: tl.constexpr, CLUSTER: t
 
 @triton.jit
 def _scaled(y, rows, cols, mask, inside_n, norm, scale_rows, bias_rows, scale, bias, n, scale_offset, HOLD: tl.constexpr):
-    """A tile of normalised rows times scale plus bias, of which `scale` and `bias` are what is held."""
+    """A tile of normalised rows times scale plus bias; `scale` and `bias` are what is held of them."""
     if norm.scale is not None:
         if not HOLD or scale_rows is not None:
             scale = _parameter(norm.scale, scale_rows, rows, cols, mask, inside_n, n)
@@ -209,7 +210,7 @@ def _forward_kernel(
 
 @triton.jit
 def _base(own, row, n):
-    """Where the row of scale or bias begins that serves a row."""
+    """The offset at which the row of scale or bias begins that serves a row."""
     base = row * 0
     if own is not None:
         base = row_of(row, own) * n
@@ -303,7 +304,7 @@ def _long_forward_kernel(
 
 
 def _served(launch: Launch, operands, x: str, residual: str) -> Norm:
-    """Whose rows serve a call's rows otherwise than plainly, by what the kernel calls its operands."""
+    """The `Rows` of operands that do not serve the call's rows plainly, by the kernel's names of them."""
     rows = launch.rows._asdict()
     own = {name: rows.get(name) for name in ("scale", "bias")}
     return Norm(
@@ -313,7 +314,7 @@ def _served(launch: Launch, operands, x: str, residual: str) -> Norm:
 
 
 def forward(launch: Launch, operands, *, adds: bool, centred: bool) -> tuple:
-    """Launcher of all four ops. They differ in whether they add a residual to x, and whether they centre."""
+    """Launch for all four ops. They differ in whether they add a residual to x, and whether they centre."""
     x, residual = "x", "residual"
     if adds and launch.rows.x.own < launch.batch == launch.rows.residual.own:
         x, residual = residual, x  # the kernel lets rows share what it calls the residual
@@ -350,7 +351,7 @@ def _whole(launch: Launch, config: Config, arguments: dict[str, Any], outputs) -
 
 
 def _long(launch: Launch, config: Config, arguments: dict[str, Any], outputs) -> dict[str, Any]:
-    """One launch; two where rows have several parts. The first finds the parts' statistics, and the sum if one is asked for."""
+    """Launch once, or twice where rows have several parts. The first then finds the parts' statistics, and the sum if asked for."""
     norm = arguments["norm"]
     r, n = norm.x.shape
     shared = {**arguments, **host.long_rows(config, r, n), "flops": 8 * r * n}

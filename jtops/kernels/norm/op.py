@@ -44,7 +44,7 @@ def _added(x, residual, *parameters, **options):
 
 
 def _norm(name: str, *, adds: bool, centred: bool):
-    """One of the four ops: of a sum if it `adds`; layer_norm if it is `centred`, else rms_norm."""
+    """Make one of the four ops: of a sum if it `adds`; layer_norm if it is `centred`, else rms_norm."""
     operands = ("x", "residual") if adds else ("x",)
     parameters = ("scale", "bias") if centred else ("scale",)
     return fused_op(
@@ -69,7 +69,7 @@ _add_rms_norm = _norm("add_rms_norm", adds=True, centred=False)
 
 
 def _checked(op: str, parameters: dict[str, Any], epsilon, scale_offset, **arrays) -> tuple[tuple, dict[str, float]]:
-    """-> the operands and options of a norm, checked; the named arrays first."""
+    """Check the operands and options of a norm and return them, the named arrays first."""
     arrays = {name: checks.array(op, name, value) for name, value in arrays.items()}
     parameters = {name: None if value is None else checks.array(op, name, value) for name, value in parameters.items()}
     first, *others = arrays.items()

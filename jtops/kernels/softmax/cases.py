@@ -53,6 +53,7 @@ SOFTMAX = Spec(
         Case("long", _x(64, 131072), "two passes"),
         Case("where", _x(8192, 4096, where=(8192, 4096)), "mask"),
     ),
+    tuned=tuple(Case(f"width_{n}", _x(8192, n), f"a model's width or vocabulary: {n}") for n in (4096, 32000, 128256)),
     backward_kernels=1,
     kept=1,
     forward_bytes=lambda y, x, **where: 2 * x.nbytes + sum(w.nbytes for w in where.values()),

@@ -1,4 +1,4 @@
-"""How the softmax family is tiled where the call does not say. Measured on an H200, 30 November 2026."""
+"""The tiles of the softmax family where the call does not say. They were measured on an H200, 30 November 2026."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ def _logsumexp_reference(x, where, *, axes):
 
 
 def _masked(x, where, axes):
-    """x as the accumulator has it, -inf where it is masked; and which rows have something left: all, if there is no mask."""
+    """Return x in the accumulator's dtype, -inf where it is masked; and which rows have something left: all, without a mask."""
     wide = x.astype(accumulator(x.dtype))
     if where is None:
         return wide, True
@@ -81,7 +81,9 @@ def _op(name: str, reduced: int, inner: int):
 
 
 def _merged(x, reduced: int, like):
-    """Core axes into two, [b, n, i]; of `where`, which is as large as `like` or of size 1, one of them if either has it in full."""
+    """Merge the core axes into two, [b, n, i]. An axis of `where` has the size of `like`'s or 1; one of size 1 is spread where an
+    axis that it is merged with has its full size.
+    """
     if x is None:
         return None
     groups = []
@@ -105,13 +107,14 @@ def _from_rows(x, shape: tuple[int, int, int]):
 
 
 def _by_rows(b: int, n: int, i: int) -> bool:
-    """Whether [b, n, i] is read as rows: it is some, or strided columns so few and long that they would occupy a corner of the GPU,
-    where a copy is cheaper."""
+    """Whether [b, n, i] is read as rows: where it is rows, or where its strided columns are so few and long that they would occupy
+    only a corner of the GPU, and a copy is cheaper.
+    """
     return i == 1 or (n >= 4096 and b * i * 2 < 64 * 32)
 
 
 def _masked_rows(launch: Launch, where, shape: tuple[int, int, int]) -> tuple[Launch, Any]:
-    """-> the call over rows, and `where` for them: in place for rows, else copied as x is."""
+    """Return the call over rows, and `where` for them: in place for rows, else copied as x is."""
     b, _, i = shape
     if where is not None and i == 1:
         return launch, where.reshape(where.shape[:2])
@@ -149,8 +152,11 @@ def _backward(reduced: int, launch: Launch, operands, saved, cotangents):
 
 
 def _call(op: str, name: str, x, axis, where, **choice):
-    """Check and call. -> result, the axes as indices, whether they were moved to the end."""
+    """Check and call; return the result, the axes as indices, and whether they were moved to the end."""
     x = checks.array(op, name, x)
+    if x.ndim == 0 and axis is None:  # of one element
+        y, _, moved = _call(op, name, x.reshape(1), 0, where, **choice)
+        return y.reshape(()), (), moved
     named = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     axes = tuple(checks.axis_index(op, a, x.ndim) for a in named)
     if len(set(axes)) != len(axes) or not axes:
@@ -260,8 +266,8 @@ def logsumexp(
 ) -> Float[Array, "..."]:
     """``log(sum(exp(a), axis))``, computed as ``max(a) + log(sum(exp(a - max(a))))`` in float32; as ``jax.nn.logsumexp``.
 
-    A row of nothing but -inf, or with nothing left by `where`, is -inf, one with +inf +inf, one with a NaN NaN. The derivative is
-    ``g * exp(a - logsumexp(a))``; of a row of nothing but -inf it is NaN.
+    The result is -inf for a row of nothing but -inf or of which `where` leaves nothing, +inf for one with +inf, NaN for one with a
+    NaN. The derivative is ``g * exp(a - logsumexp(a))``; it is NaN for a row of nothing but -inf.
 
     >>> x = jnp.array([[1000.0, 1000.0], [0.0, -jnp.inf]])  # no exp overflows
     >>> print(jtops.logsumexp(x, axis=1).round())

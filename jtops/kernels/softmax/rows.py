@@ -4,7 +4,7 @@ Rows that fit a block, or a cluster of blocks, are held in registers, several to
 read twice: once for their maximum and sum, once for the result; by one program each, or, where there are few, by several in two
 launches.
 
-OP is the public name. What it makes of infinities is jax.nn's: a row of nothing but -inf is NaN, logsumexp of it -inf.
+OP is the public name. Infinities are treated as jax.nn does: a row of nothing but -inf gives NaN, and its logsumexp is -inf.
 """
 
 import math
@@ -34,7 +34,7 @@ from jtops.kernels.softmax.config import rows_config
 
 
 class Kept(NamedTuple):
-    """What the forward leaves the backward of each row: its maximum and the logarithm of its sum."""
+    """What the forward leaves to the backward of each row: its maximum and the logarithm of its sum."""
 
     top: Any
     log: Any
@@ -48,7 +48,7 @@ class Maxima(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """The same in the backward: sums of y, for softmax alone, and of its weights."""
+    """What the backward finds first of each part of a long row: sums of y, for softmax alone, and of its weights."""
 
     totals: Any
     weights: Any
@@ -70,7 +70,7 @@ def taking_part(where_ptr, base, cols, inside, WHERE_N: tl.constexpr):
 
 @triton.jit
 def finite(m, OP: tl.constexpr):
-    """A maximum in a form that can be subtracted: of nothing but -inf 0, so that exp gives 0; of +inf, logsumexp is +inf."""
+    """A maximum that can be subtracted: 0 for -inf, so that exp gives 0; in logsumexp 0 for +inf, too, so that it is +inf."""
     if OP == "logsumexp":
         m = tl.where(tl.abs(m) == float("inf"), 0.0, m)
     else:
@@ -80,7 +80,7 @@ def finite(m, OP: tl.constexpr):
 
 @triton.jit
 def result(x, e, mask, m, s, OP: tl.constexpr):
-    """softmax or log_softmax of a tile: rows have maximum m, e = exp(x - m) has sum s; what is masked, if any, is 0 or -inf."""
+    """The softmax or log_softmax of a tile: rows have maximum m, e = exp(x - m) has sum s; what is masked, if any, is 0 or -inf."""
     if OP == "softmax":
         y = e * (1.0 / s)
         nothing = 0.0
@@ -94,15 +94,16 @@ def result(x, e, mask, m, s, OP: tl.constexpr):
 
 @triton.jit
 def merged(tops, sums, OP: tl.constexpr):
-    """Maximum of a whole, and its sum of exp(x - maximum), from those of its parts."""
+    """The maximum of a whole, and its sum of exp(x - maximum), from those of its parts."""
     top = tl.max(tops, 0)
     return top, tl.sum(tl.where(tops == top, sums, sums * exp(tops - finite(top, OP))), 0)
 
 
 @triton.jit
 def gradient(a, g, top, log, first, mask, OP: tl.constexpr):
-    """dx of a tile. softmax: y * (g - sum(y g) / sum(y)), a being y: rounded as it is, y need not sum to 1, and this keeps the
-    gradient of a constant cotangent at 0. log_softmax: g - p sum(g); logsumexp: p g; a being x, p = exp(x - top - log)."""
+    """The gradient dx of a tile. softmax: y * (g - sum(y g) / sum(y)), a being y: rounded as it is, y need not sum to 1, and this
+    keeps the gradient of a constant cotangent at 0. log_softmax: g - p sum(g); logsumexp: p g; a being x, p = exp(x - top - log).
+    """
     if OP == "softmax":
         dx = a * (g - first)
     elif OP == "log_softmax":
@@ -116,7 +117,7 @@ def gradient(a, g, top, log, first, mask, OP: tl.constexpr):
 
 @triton.jit
 def _where_base(where_rows, rows, n, WHERE_N: tl.constexpr):
-    """Where the rows of `where` begin that serve these rows."""
+    """The offsets at which the rows of `where` begin that serve these rows."""
     base = rows * 0
     if where_rows is not None:
         base = row_of(rows, where_rows) * (n if WHERE_N else 1)
@@ -127,7 +128,7 @@ def _where_base(where_rows, rows, n, WHERE_N: tl.constexpr):
 def _whole_tile(
     i, pid, n, work, where_ptr, where_rows, lanes, here, WHERE_N: tl.constexpr, BLOCK_M: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """-> rows of a tile; start and begin of each; which elements are inside, and which of them take part."""
+    """Return the rows of a tile; start and begin of each; which elements are inside, and which of them take part."""
     rows = rows_of_tile(i, pid, work, BLOCK_M)
     start, begin = row_start(rows, n, VECTOR)
     inside = (rows < work.r)[:, None] & here
@@ -147,7 +148,7 @@ def _kept(kept, rows, mask):
 
 @triton.jit
 def _write_result(x_ptr, y_ptr, offsets, mask, m, s, OP: tl.constexpr):
-    """The result of single elements: the edges of shifted rows."""
+    """Write the result of single elements: the edges of shifted rows."""
     x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
     y = result(x, exp(x - m), None, m, s, OP)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -440,7 +441,7 @@ def _masked(launch: Launch, where, n: int) -> dict[str, Any]:
 
 
 def _vector(where, r: int, n: int, itemsize: int, room: float) -> int:
-    """VECTOR, see `vector`; a mask has vectors of its own, so that rows with one are not shifted."""
+    """The constant VECTOR (see `vector`); a mask has vectors of its own, so that rows with one are not shifted."""
     return 1 if where is not None else host.vector(r, n, itemsize, room)
 
 
@@ -452,9 +453,9 @@ def _launch_whole(launch: Launch, kernel, config: Config, x, arguments: dict[str
 
 
 def _launch_long(launch: Launch, kernel, config: Config, x, arguments: dict[str, Any], outputs, partial, kind) -> dict[str, Any]:
-    """One launch; two where rows have several parts, of which something has to be found first.
+    """Launch once, or twice where rows have several parts, of which something has to be found first.
 
-    `partial`: by output, whether that is to be found. `kind`: the bundle of what was.
+    `partial` says by output whether that is to be found; `kind` is the bundle of what was found.
     """
     r, n = x.shape
     vector = _vector(arguments["where_ptr"], r, n, x.dtype.itemsize, math.inf)
@@ -473,7 +474,7 @@ def _launch_long(launch: Launch, kernel, config: Config, x, arguments: dict[str,
 
 
 def forward(launch: Launch, x, where) -> tuple:
-    """x [r, n] -> the result; and if the backward wants them, the maxima and the logarithms of the sums."""
+    """Launch the forward on x [r, n]; return the result and, if the backward wants them, maxima and logarithms of sums."""
     r, n = x.shape
     keeps = launch.residuals and launch.op != "softmax"
     of_rows = jax.ShapeDtypeStruct((r,), jnp.float32) if keeps else None
@@ -492,7 +493,7 @@ def forward(launch: Launch, x, where) -> tuple:
 
 
 def backward(launch: Launch, a, g, kept: Kept | None, where):
-    """a [r, n] and g, of its shape or [r] -> dx."""
+    """Launch the backward on a [r, n] and g, of its shape or [r]; return dx."""
     r, n = a.shape
     outputs = {"dx_ptr": jax.ShapeDtypeStruct((r, n), a.dtype)}
     heuristic = rows_config(launch, r, n, a.dtype.itemsize, arrays=2, writes=True)

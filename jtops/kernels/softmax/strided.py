@@ -1,4 +1,4 @@
-"""Kernels of the softmax family along an axis whose elements are strided: x is [b, n, i], neighbours in memory are of axis i."""
+"""Kernels of the softmax family along an axis whose elements are strided: x is [b, n, i], and neighbours in memory are along i."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from jtops.kernels.softmax.rows import Kept, finite, gradient, result
 
 @triton.jit
 def _tile(i, first_n, base, n, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """-> offsets and mask of a BLOCK_N x BLOCK_M tile of x, and its indices along both axes."""
+    """Return the offsets and mask of a BLOCK_N x BLOCK_M tile of x, and its indices along both axes."""
     offs_n = first_n + tl.arange(0, BLOCK_N)[:, None]
     offs_i = i * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     return base + offs_n.to(tl.int64) * inner + offs_i, (offs_n < n) & (offs_i < inner), offs_n, offs_i
@@ -42,7 +42,7 @@ def _taking_part(where_ptr, base, offs_n, offs_i, inside, n, inner, WHERE_N: tl.
 def _columns_of(
     pid, where_rows, n, inner, WHERE_N: tl.constexpr, WHERE_I: tl.constexpr, INDEX: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """-> what a program of the grid has: b, its block along i, and where the matrices of x and `where` begin."""
+    """Return what a program of the grid has: b, its block along i, and where the matrices of x and `where` begin."""
     blocks = tl.cdiv(inner, BLOCK_M)
     b, i = pid // blocks, position(pid % blocks, INDEX)
     where_base = b * 0
@@ -131,7 +131,7 @@ def _strided_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program as in the forward: a pass for the sums over n, and one for dx, of what is in the cache by then."""
+    """One program as in the forward: one pass finds the sums over n, and one dx, from what is in the cache by then."""
     n, inner = length(n, 1, INDEX), length(inner, UNIT, INDEX)
     b, i, base, where_base = _columns_of(tl.program_id(0).to(tl.int64), where_rows, n, inner, WHERE_N, WHERE_I, INDEX, BLOCK_M)
     columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -211,7 +211,9 @@ def _launch(launch: Launch, kernel, arguments: dict[str, Any], x, outputs, name:
 
 
 def forward(launch: Launch, x, where) -> tuple:
-    """x [b, n, i], where the same with fewer rows or sizes of 1 -> result; if it is wanted, maxima and logarithms of sums."""
+    """Launch on x [b, n, i] and `where`, which may have fewer rows or sizes of 1; return the result and, if wanted, maxima and
+    logarithms of sums.
+    """
     b, _, inner = x.shape
     keeps = launch.residuals and launch.op != "softmax"
     of_columns = jax.ShapeDtypeStruct((b, inner), jnp.float32) if keeps else None
@@ -222,7 +224,7 @@ def forward(launch: Launch, x, where) -> tuple:
 
 
 def backward(launch: Launch, a, g, kept: Kept | None, where):
-    """a [b, n, i] and g, of its shape or [b, i] -> dx."""
+    """Launch the backward on a [b, n, i] and g, of its shape or [b, i]; return dx."""
     outputs = {"dx_ptr": jax.ShapeDtypeStruct(a.shape, a.dtype)}
     arguments = {"a_ptr": a, "g_ptr": g, "kept": kept, **_masked(launch, a, where)}
     return _launch(launch, _strided_backward_kernel, arguments, a, outputs, "vjp_strided")[0]

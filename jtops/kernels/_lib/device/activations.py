@@ -25,7 +25,7 @@ FUNCTIONS: dict[str | None, Callable] = {
 
 
 def check(op: str, activation: Any) -> None:
-    """ValueError unless `activation` is a name we know, or None."""
+    """Raise a ValueError unless `activation` is a name we know, or None."""
     if activation is None or (isinstance(activation, str) and activation in FUNCTIONS):
         return
     names = [name for name in FUNCTIONS if name]
@@ -36,13 +36,13 @@ def check(op: str, activation: Any) -> None:
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)); where exp overflows, 0."""
+    """``1 / (1 + exp(-x))``, and 0 where exp overflows."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def tanh(x):
-    """By exp; near 0, where that cancels, by its series, good to 1e-8 of the value."""
+    """The hyperbolic tangent by exp, or near 0, where that cancels, by its series, good to 1e-8 of the value."""
     size = tl.abs(x)
     far = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * size))
     square = x * x
@@ -52,7 +52,7 @@ def tanh(x):
 
 @triton.jit
 def _gelu_slope(x):
-    """Of 2 * sqrt(2 / pi) * (x + 0.044715 x^3), whose sigmoid times x is gelu."""
+    """The slope of 2 * sqrt(2 / pi) * (x + 0.044715 x^3), whose sigmoid times x is gelu."""
     return 1.5957691216057308 * (1.0 + 0.134145 * x * x)
 
 
@@ -76,7 +76,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def derivative(x, ACTIVATION: tl.constexpr):
-    """The activation's derivative at a float32 tile; of relu at 0, 0."""
+    """The activation's derivative at a float32 tile; that of relu at 0 is 0."""
     d = tl.full(x.shape, 1.0, tl.float32)
     if ACTIVATION == "relu":
         d = tl.where(x <= 0.0, 0.0, tl.where(x > 0.0, 1.0, x))

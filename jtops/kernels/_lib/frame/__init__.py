@@ -1,1 +1,1 @@
-"""What makes an op of launchers and a reference."""
+"""The frame, which makes an op of launchers and a reference."""

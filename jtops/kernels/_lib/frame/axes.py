@@ -17,7 +17,7 @@ class AxisRule:
 
     @classmethod
     def of(cls, operands: Iterable[str], results: Iterable[str], residuals: Iterable[str], whole: str) -> "AxisRule":
-        """From the dims of each array, apart by blanks: ``"s (g r) d"``; ``""`` for an array without dims."""
+        """Make a rule of the dims of each array, apart by blanks: ``"s (g r) d"``; ``""`` for an array without dims."""
         texts = [tuple(side) for side in (operands, results, residuals)]
         ins, outs, kept = (tuple(dims for text in side for dims in parse_arrays(text or "()")) for side in texts)
         if not ins or not outs or [len(ins), len(outs), len(kept)] != [len(side) for side in texts]:

@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 _OPTIONS = {"num_warps": 4, "num_stages": None, "cluster_size": 1, "variant": None}  # and their defaults
 
 
@@ -11,10 +13,10 @@ class Config:
 
     >>> jtops.softmax(x, config=jtops.Config(BLOCK_M=1, BLOCK_N=4096, num_warps=8))
 
-    Immutable and hashable; the op's docstring says which blocks it has. ``PROGRAMS``, where an op has it, is the number of programs
-    that share the work, and None is one for each tile. ``variant`` names one of several kernels, where an op has such: it is taken,
-    or an error says why it does not fit; with no blocks beside it, its tiles are the usual ones. `source` says where a config comes
-    from, for `jtops.explain`, and makes no difference to anything else.
+    It is immutable and hashable; the op's docstring says which blocks it has. ``PROGRAMS``, where an op has it, is the number of
+    programs that share the work, and None is one for each tile. ``variant`` names one of several kernels, where an op has such: it
+    is taken, or an error says why it does not fit; with no blocks beside it, its tiles are the usual ones. `source` says where a
+    config comes from, for `jtops.explain`, and makes no difference to anything else.
     """
 
     __slots__ = ("_items", "source")
@@ -35,7 +37,9 @@ class Config:
         cluster_size = 1 if cluster_size is None else cluster_size
         if cluster_size not in range(1, 9):
             raise ValueError(f"Config: cluster_size must be an int from 1 to 8; got {cluster_size!r}.")
-        powers: dict[str, Any] = {"num_warps": num_warps, **blocks}
+        plain = lambda value: int(value) if isinstance(value, np.integer) else value
+        num_stages, cluster_size = plain(num_stages), int(cluster_size)
+        powers: dict[str, Any] = {name: plain(value) for name, value in {"num_warps": num_warps, **blocks}.items()}
         for name, value in powers.items():
             if name == "PROGRAMS" and value is None:
                 continue
@@ -55,7 +59,7 @@ class Config:
     __delattr__ = __setattr__  # type: ignore[assignment]
 
     def said_by(self, source: str) -> "Config":
-        """The same config, from `source`."""
+        """The same config with another source."""
         return Config(**dict(self._items), source=source)
 
     def plain(self) -> "Config":
@@ -68,7 +72,7 @@ class Config:
 
     @property
     def names_only(self) -> bool:
-        """Whether it says nothing but which variant."""
+        """Whether it names a variant and says nothing else."""
         return self["variant"] is not None and self == Config(variant=self["variant"])
 
     def without(self, *names: str) -> "Config":

@@ -1,4 +1,4 @@
-"""What a launcher is told, and how it launches."""
+"""The launch of a kernel by an op's launcher, and what the launcher is told."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
     own: int
 
     def sum(self, gradients: jax.Array) -> jax.Array:
-        """Sum in float32, over the rows that share one of the operand's, what has a row per row of the call."""
+        """Sum an array with a row per row of the call, in float32, over the rows that share one of the operand's."""
         parts = gradients.reshape(-1, self.own, self.inner, *gradients.shape[1:])
         return jnp.sum(parts, (0, 2), dtype=jnp.promote_types(gradients.dtype, jnp.float32))
 
@@ -52,27 +52,27 @@ class Launch:
     stage: str
     batch: int
     rows: Any  # NamedTuple by operand: Rows, or None where it is absent
-    wanted: Any  # NamedTuple by operand: is its gradient asked for; forward: of no operand
+    wanted: Any  # NamedTuple by operand: whether its gradient is asked for; in a forward, of none
     options: Mapping[str, Any]
     config: Config | None
     target: Target
     device: str | None  # the kind of the GPU that will run it; None where only its architecture is known, or it is interpreted
     interpret: bool
-    variant: str | None = None  # the stage's, where it has several
-    why: str = ""  # for `explain`: that variant, and why those before it did not fit
+    variant: str | None = None  # which one, where the stage has several
+    why: str = ""  # for `explain`: why the variants before that one did not fit
 
     @property
     def residuals(self) -> bool:
-        """Forward: are the residuals asked for?"""
+        """Whether a forward's residuals are asked for."""
         return self.stage == "fwd"
 
     @property
     def clusters(self) -> bool:
-        """Can programs be launched as clusters? Not in the interpreter, where one runs after the other."""
+        """Whether programs can be launched as clusters: not in the interpreter, where one runs after the other."""
         return not self.interpret and self.target.platform == "cuda" and int(self.target.arch) >= 90
 
     def _check_clusters(self, kernel: str, parameters: Iterable[str], config: Config) -> None:
-        """UnsupportedError where `config` asks for clusters that this launch cannot have."""
+        """Raise an UnsupportedError where `config` asks for clusters that this launch cannot have."""
         size = config["cluster_size"]
         if size == 1:
             return
@@ -158,7 +158,8 @@ class Launch:
           **arguments: by parameter, and options of `triton_call`.
 
         Returns:
-          dict by parameter, as `outputs` is: arrays, None where there is none; and of what is changed `in_place`.
+          A dict by parameter, as `outputs` is, of arrays, and None where there is none; with an entry for each array changed
+          `in_place`.
         """
         names = kernel_function(kernel).arg_names
         self._check_clusters(kernel_function(kernel).__name__, names, config)
@@ -191,13 +192,22 @@ class Launch:
                 cost_estimate={"flops": flops, "bytes_accessed": moved},
                 **config.kwargs,
                 **options,
-                **arguments,
+                **(arguments | {n: _single(arguments[n]) for n in params}),
             )
         return dict.fromkeys(outputs) | dict(zip(types, out, strict=True))
 
 
+def _single(value: Any) -> Any:
+    """A float as float32, in which kernels compute: Triton would make a float64 of one that only float64 holds."""
+    if isinstance(value, tuple):
+        parts = map(_single, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    with np.errstate(over="ignore"):
+        return np.float32(value) if isinstance(value, float) else value
+
+
 def _params(kernels: tuple) -> dict[str, bool]:
-    """The parameters by name, in order: is it a compile-time constant."""
+    """The parameters by name, in order, and whether each is a compile-time constant."""
     return {p.name: p.is_constexpr for kernel in kernels for p in kernel_function(kernel).params}
 
 
@@ -214,7 +224,7 @@ def _leaves(name: str, value: Any, rows: bool = True) -> Iterator[tuple[str, Any
 
 
 def _key(kernels: tuple, arguments: Mapping[str, Any], rounded: frozenset[str], aligned: frozenset[str], flags) -> str:
-    """See `Launch.choose`: dtypes first, then the rest by name."""
+    """The key of `Launch.choose` in a table: dtypes first, then the rest by name."""
     params = _params(kernels)
     given = {name: value for name, value in arguments.items() if name in params}
     constants = [f"{name}={_said(value)}" for name, value in given.items() if params[name]]

@@ -1,4 +1,4 @@
-"""One device's part of a call: batch axes into one, the launch; and the choice between kernels and XLA when it is lowered."""
+"""One device's part of a call: batch axes become one, kernels are launched; and lowering chooses between kernels and XLA."""
 
 import functools
 import math
@@ -11,12 +11,13 @@ from jtops.core import notes, target
 from jtops.core.mesh import partition
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.launch import Launch, Rows
-from jtops.kernels._lib.frame.stages import Call, Refused, batch_shape, out_types, reference_stage, spread, types_of
+from jtops.kernels._lib.frame.stages import Call, Refused, batch_shape, out_types, own_promotion, reference_stage, spread, types_of
 from jtops.kernels._lib.frame.variants import settled
 
 KERNEL_PLATFORMS = ("cuda", "rocm")
 
 
+@own_promotion
 def run_kernel(call: Call, platform: str, *args) -> list:
     """Make the batch axes one, launch, and give results their batch axes back. Runs on whole arrays or on a device's shards."""
     op, n, shape, types = call.op, call.n_batch, batch_shape(call, args), out_types(call, types_of(args))
@@ -61,7 +62,7 @@ def run_kernel(call: Call, platform: str, *args) -> list:
 
 
 def _check_results(call: Call, launcher: str, what: str, got, wanted: list) -> None:
-    """A launcher's mistake should not surface as a failed reshape. `wanted`: (shapes, dtypes) per result, None: anything."""
+    """Check a launcher's results before a reshape fails on them. `wanted`: (shapes, dtypes) per result, None: anything."""
     where = f"{call.op.name}: the {launcher} launcher"
     if not isinstance(got, tuple | list) or len(got) != len(wanted):
         count = f"{len(got)}" if isinstance(got, tuple | list) else f"a {type(got).__name__}"
@@ -79,7 +80,7 @@ def _check_results(call: Call, launcher: str, what: str, got, wanted: list) -> N
 
 
 def _own_span(own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-    """First and last + 1 of the batch axes that an operand has in full; those between that it lacks count as its own."""
+    """The first and last + 1 of the batch axes that an operand has in full; axes between them that it lacks count as its own."""
     full = [i for i, (a, b) in enumerate(zip(own, shape, strict=True)) if a == b != 1]
     return (full[0], full[-1] + 1) if full else (len(shape), len(shape))
 
@@ -90,14 +91,14 @@ def _rows(x, n: int, shape: tuple[int, ...]) -> Rows:
 
 
 def _collapse(x, n: int, shape: tuple[int, ...]) -> jax.Array:
-    """Batch axes into one, of the operand's own rows. Shared axes between full ones are spread: `Rows` cannot tell them."""
+    """Make one batch axis, of the operand's own rows. Shared axes between full ones are spread: `Rows` cannot describe them."""
     first, last = _own_span(x.shape[:n], shape)
     x = jnp.broadcast_to(x, x.shape[:first] + shape[first:last] + x.shape[last:])
     return x.reshape(math.prod(shape[first:last]), *x.shape[n:])
 
 
 def _restore(gradient, wanted: tuple[int, ...], n: int, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `_collapse`, which for what was spread is a sum."""
+    """The inverse of `_collapse`; for axes that were spread this is a sum."""
     first, last = _own_span(wanted[:n], shape)
     own = shape[first:last]
     parts = gradient.reshape(*own, *wanted[n:])

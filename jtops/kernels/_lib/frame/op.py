@@ -1,4 +1,4 @@
-"""fused_op: from launchers, a reference and one axis rule to a function that every JAX transform works on.
+"""fused_op: makes launchers, a reference and one axis rule into a function that every JAX transform works on.
 
 An op file says what is its own: a kernel launcher forward and one backward, the same maths in jax.numpy (the reference), and which
 axes are which. Derivatives of any order and mode, vmap, sharding, rematerialisation, platform choice and empty arrays are here,
@@ -52,14 +52,26 @@ from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.axes import AxisRule
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.local import KERNEL_PLATFORMS, lower
-from jtops.kernels._lib.frame.stages import Call, Names, Op, Refused, out_types, picked, reference_stage, replaced, spread, types_of
+from jtops.kernels._lib.frame.stages import (
+    Call,
+    Names,
+    Op,
+    Refused,
+    out_types,
+    own_promotion,
+    picked,
+    reference_stage,
+    replaced,
+    spread,
+    types_of,
+)
 from jtops.kernels._lib.frame.variants import Variant
 
 __all__ = ["Variant", "fused_op", "refused"]
 
 
 def refused(reason: str) -> Refused:
-    """For `backward`: the op has no derivative, and whoever asks for one is told why, at trace time."""
+    """A value for `backward` by which the op has no derivative: users who ask for one are told why, at trace time."""
     return Refused(reason)
 
 
@@ -82,10 +94,10 @@ def fused_op(
 
     Args:
       name: the op's public name; launches are called ``jtops_{name}_{stage}``, saved values ``{name}_residual``.
-      operands, results: by name the core axes, batch axes left out: ``{"q": "s (g r) d", "k": "t g d", "lengths": ""}``. A
+      operands, results: the core axes by name, without batch axes: ``{"q": "s (g r) d", "k": "t g d", "lengths": ""}``. A
         compound axis is one array axis made of two, the first outermost. Any core axis of an operand may have size 1, or
         be missing at the front, where the reference broadcasts.
-      residuals: by name the core axes of what only the residual forward writes.
+      residuals: the core axes, by name, of what only the residual forward writes.
       saves: names of the results that the backward reads.
       whole: axes that one device must hold in full. All others, and all batch axes, may be sharded.
       positions: axes whose positions a kernel needs. Each appends an operand ``{axis}_index``, the iota along that axis, which is
@@ -106,7 +118,8 @@ def fused_op(
     ``saved.lse`` and ``cotangents.out`` have ``launch.batch``.
 
     Returns:
-      ``f(*operands, implementation=None, config=None, **options) -> tuple of results``; options must be hashable.
+      ``f(*operands, implementation=None, config=None, results=all, **options) -> tuple of the first so many results``; options must
+      be hashable.
     """
     kept, saves = dict(residuals or {}), tuple(saves)
     given = dict(operands) | {f"{axis}_index": axis for axis in positions}
@@ -119,7 +132,7 @@ def fused_op(
     op = Op(
         name=name,
         rule=rule,
-        reference=reference,
+        reference=own_promotion(reference),
         forward=forward,
         backward=backward,
         saves=tuple(list(results).index(result) for result in saves),
@@ -130,34 +143,46 @@ def fused_op(
     )
     cores = [len(dims) for dims in rule.operands]
 
-    def bind_op(static: Call, *given):
+    def bind_op(static: Call, results: int, *given):
         """Give every operand the same number of batch axes; inside jit, where reshapes and iotas are free."""
         given += _iotas(op, spread(given, static.present[: op.n_given]))
         core = picked(cores, static.present)
         padded = [x.reshape((1,) * (static.n_batch + n - x.ndim) + x.shape) for x, n in zip(given, core, strict=True)]
-        return tuple(bind(static, *padded))
+        return tuple(bind(static, *padded))[:results]
 
     bind_op.__name__ = bind_op.__qualname__ = name
-    jitted = jax.jit(bind_op, static_argnums=0)  # eager calls cost an eighth of an unjitted bind's
+    jitted = jax.jit(bind_op, static_argnums=(0, 1))  # eager calls cost an eighth of an unjitted bind's
 
-    def call(*operands, implementation: str | None = None, config: Any = None, **options):
+    def plain_op(results: int, options, *operands):
+        with jax.named_scope(f"jtops_{name}_xla"):
+            return tuple(op.reference(*operands, *_iotas(op, operands), **dict(options)))[:results]
+
+    plain_op.__name__ = plain_op.__qualname__ = f"{name}_xla"
+    plain = jax.jit(plain_op, static_argnums=(0, 1))
+
+    def call(*operands, implementation: str | None = None, config: Any = None, results: int = len(rule.outs), **options):
         if len(operands) != op.n_given:
             raise TypeError(f"{name}: the op has {op.n_given} operands; got {len(operands)}.")
         implementation = _resolve_implementation(name, implementation)
         _check_config(op, config)
-        if implementation == "xla":
-            with jax.named_scope(f"jtops_{name}_xla"):
-                return tuple(reference(*operands, *_iotas(op, operands), **options))[: len(rule.outs)]
-        reason = limits(*operands, **options)
+        if implementation == "xla" and not _explicit(operands):
+            return plain(results, tuple(sorted(options.items())), *operands)
+        reason = None if implementation == "xla" else limits(*operands, **options)
         if reason is not None and implementation is not None:
             raise UnsupportedError(f'{name}: {reason}; implementation={implementation!r} needs a kernel. Use implementation="xla".')
         given = [x for x in operands if x is not None]
         present = (*(x is not None for x in operands), *(True for _ in positions))
         n_batch = max(0, *(x.ndim - n for x, n in zip(operands, cores, strict=False) if x is not None))
         static = Call(op, "out", n_batch, present, tuple(sorted(options.items())), implementation, target.requested(), config)
-        return jitted(static, *given)
+        return jitted(static, results, *given)
 
     return call
+
+
+def _explicit(operands) -> bool:
+    """Whether some operand's type is sharded: jax.numpy would ask where the reference's reshapes shall be, the primitive knows."""
+    types = (jax.typeof(x) for x in operands if x is not None)
+    return any(axis is not None for t in types for axis in t.sharding.spec)
 
 
 def _iotas(op: Op, operands) -> tuple[jax.Array, ...]:

@@ -16,7 +16,7 @@ from jtops.kernels._lib.frame.variants import Variant
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused:
-    """In place of a backward launcher: why the op has no derivative."""
+    """The stand-in for a backward launcher that says why the op has no derivative."""
 
     reason: str
 
@@ -47,12 +47,12 @@ class Op:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Of all stages."""
+        """The variants of all stages."""
         return tuple(v for stage in (self.forward, self.backward) if isinstance(stage, tuple) for v in stage)
 
     @property
     def n_given(self) -> int:
-        """Operands that a caller gives or leaves out; the positions come after."""
+        """The number of operands that a caller gives or leaves out; the positions come after."""
         return len(self.rule.operands) - len(self.positions)
 
 
@@ -80,12 +80,12 @@ class Call:
 
     @property
     def n_in(self) -> int:
-        """Operands given."""
+        """The number of operands given."""
         return sum(self.present)
 
     @property
     def n_out(self) -> int:
-        """Results of the plain forward."""
+        """The number of results of the plain forward."""
         return len(self.op.rule.outs)
 
     @property
@@ -96,7 +96,7 @@ class Call:
         )
 
     def split(self, args):
-        """-> primals, saved, linear operands."""
+        """Split `args` into primals, saved values and linear operands."""
         linear = self.stage in ("jvp", "vjp")
         n_saved = len(self.op.saves) + len(self.op.rule.residuals) if linear else 0
         return list(args[: self.n_in]), list(args[self.n_in : self.n_in + n_saved]), list(args[self.n_in + n_saved :])
@@ -116,7 +116,7 @@ class Call:
         return partition.Axes(ins, outs, self.op.rule.whole)
 
     def axes(self):
-        """-> core axes of every operand, of every result."""
+        """The core axes of every operand, and of every result."""
         rule = self.op.rule
         ins, outs = picked(rule.operands, self.present), list(rule.outs)
         residuals = list(rule.residuals)
@@ -129,8 +129,19 @@ class Call:
         return (ins + saved + moved, live) if self.stage == "jvp" else (ins + saved + live, moved)
 
 
+def own_promotion(f: Callable) -> Callable:
+    """`f`, in which arrays promote as jax.numpy does by default: the caller's settings are about what the caller writes."""
+
+    @functools.wraps(f)
+    def g(*args, **options):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return f(*args, **options)
+
+    return g
+
+
 def picked(xs, mask) -> list:
-    """Those of `xs` where `mask` is true."""
+    """The elements of `xs` where `mask` is true."""
     return [x for x, m in zip(xs, mask, strict=True) if m]
 
 
@@ -147,7 +158,7 @@ def replaced(xs, mask, new) -> list:
 
 
 def types_of(xs) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes alone."""
+    """The shapes and dtypes of arrays."""
     return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
 
 
@@ -157,7 +168,7 @@ def batch_shape(call: Call, arrays) -> tuple[int, ...]:
 
 
 def reference_stage(call: Call, *args) -> list:
-    """What a stage means, in jax.numpy."""
+    """Compute what a stage means, in jax.numpy."""
     primals, _, linear = call.split(args)
     shape = batch_shape(call, args)
 

@@ -13,7 +13,7 @@ class Variant:
     """A launcher of a stage, and which calls it serves.
 
     `run` takes what a launcher takes, `blocks` are those that a `Config` for it must have, and `unfit`, which is given the launch
-    and the operands, says why a call is not for it, or None. The last variant of a stage needs none: it serves every call.
+    and the operands, says why a call is not for it, or None. The last variant of a stage needs no `unfit`: it serves every call.
     """
 
     name: str
@@ -25,8 +25,8 @@ class Variant:
 def settled(launch: Launch, launcher: Callable | tuple[Variant, ...], x) -> tuple[Launch, Callable]:
     """The launcher for this call, and the launch as it is told: `launcher` itself, or that of the first variant that fits.
 
-    A config concerns the variants that have its blocks, and its name if it gives one; a config without blocks all of that name. A
-    stage without any such variant takes no notice of it: the kernels of one call have different blocks.
+    A config concerns the variants that have its blocks, and its name if it gives one; a config without blocks concerns all variants
+    of that name. A stage without such a variant ignores it, because the kernels of one call have different blocks.
 
     Raises:
       UnsupportedError: the config concerns variants of this stage, and none of them fits.

@@ -1,7 +1,7 @@
 """Arithmetic on accumulators of wgmma by inline assembly, where the compiler's own takes more registers or instructions.
 
-A thread of a warpgroup has, of an accumulator [64, N], two rows eight apart and of each the columns ``8 j + c`` and ``8 j + c + 1``
-for one even c below 8: element i is in the second row if ``i & 2``, and in column ``8 (i // 4) + i % 2`` from c on.
+A thread of a warpgroup holds two rows, eight apart, of an accumulator [64, N], and of each row the columns ``8 j + c`` and ``8 j +
+c + 1`` for one even c below 8: element i is in the second row if ``i & 2``, and in column ``8 (i // 4) + i % 2`` from c on.
 """
 
 from jtops._compat.gluon import gl, gluon
@@ -9,7 +9,7 @@ from jtops._compat.gluon import gl, gluon
 
 @gluon.constexpr_function
 def _in_place(n, *inputs):
-    """Constraints: n floats changed in place, then n inputs of each kind."""
+    """The assembly constraints for n floats changed in place, then n inputs of each kind."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + [kind for kind in inputs for _ in range(n)])
 
 
@@ -54,8 +54,8 @@ def _cut_asm(n, two_sided, branch):
 def cut(acc, start, stop, needed):
     """`acc` with -inf in all columns of a row outside ``start <= column < stop``; `start` None: below all columns.
 
-    Columns are compared with immediates: as numbers in registers, which the compiler's own comparison wants, they would spill.
-    `needed`, a number or None: where it is 0 nothing is done.
+    Columns are compared with immediates, because numbers in registers, which the compiler's own comparison wants, would spill.
+    Where `needed`, a number or None, is 0, nothing is done.
     """
     n: gl.constexpr = acc.shape[1] // 2
     first = (gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout)) & 6).expand_dims(0)

@@ -49,7 +49,7 @@ def wait_full(ring, i, pred=True):
 
 @gluon.jit
 def release(ring, i, pred=True):
-    """One user needs the i-th tile no more."""
+    """Let go of the i-th tile, for one user."""
     mbarrier.arrive(ring.empty.index(i % ring.tiles.shape[0]), count=1, pred=pred)
 
 

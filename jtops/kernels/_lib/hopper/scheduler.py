@@ -38,7 +38,7 @@ def drawn(answer):
 
 @gluon.jit
 def publish(queue, i, tile):
-    """The mover's, one warp: the i-th number of the queue is `tile`."""
+    """Publish `tile` as the i-th number of the queue; the mover, one warp, does."""
     one_warp: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     wait_empty(queue, i)
     tile_of(queue, i).store(gl.full([1], tile, gl.int32, layout=one_warp))
@@ -47,7 +47,7 @@ def publish(queue, i, tile):
 
 @gluon.jit
 def take(queue, i):
-    """A user's, four warps: the i-th number of the queue."""
+    """Take the i-th number of the queue; a user, four warps, does."""
     wait_full(queue, i)
     tile = gl.max(tile_of(queue, i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     release(queue, i)
@@ -56,7 +56,7 @@ def take(queue, i):
 
 @gluon.jit
 def longest_first(t, heads, blocks, section):
-    """(head, block) of tile t, for blocks of which the last take longest.
+    """The pair (head, block) of tile t, for blocks of which the last take longest.
 
     Heads go in sections, so that what the programs read at one time stays in L2; in a section the last blocks of all its
     heads come first. The last section may be narrower, and t lie beyond the last tile.

@@ -49,14 +49,18 @@ def _dz_kernel(
 
 
 def cotangent_dtype(operands, g) -> jnp.dtype:
-    """What a backward's products read: the operands' dtype, for tensor cores; beside a float32 cotangent float16 is too narrow."""
+    """The dtype that a backward's products read: the operands', for tensor cores, but float16 is too narrow for a float32
+    cotangent.
+    """
     return jnp.dtype(g if operands == jnp.float16 and g == jnp.float32 else operands)
 
 
 def cotangent(
     launch: Launch, g: jax.Array, z: jax.Array | None, activation: str | None, dtype, *, wants_dz: bool, wants_sums: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """dz = g * activation'(z) in `dtype` [batch, m, n], and its float32 sums over rows [batch, n]; without activation z is None."""
+    """The cotangent ``dz = g * activation'(z)`` in `dtype`, [batch, m, n], and its float32 sums over rows, [batch, n]; z is None
+    without an activation.
+    """
     batch, m, n = g.shape
     makes_dz = wants_dz and (activation is not None or g.dtype != dtype)
     if not (makes_dz or wants_sums):
@@ -89,7 +93,7 @@ def cotangent(
 def gradient_of_a(
     launch: Launch, groups: Groups, name: str, a: jax.Array, dzs: tuple[jax.Array, ...], bs: tuple[Matrix, ...]
 ) -> jax.Array:
-    """For `a`, the operand `name`: the sum of dz b^T over what reads it. The frame sums over the rows that share it, if any."""
+    """The gradient of `a`, the operand `name`: the sum of dz b^T over what reads it. The frame sums over rows that share it."""
     dtype = a.dtype if getattr(launch.rows, name).own == launch.batch else jnp.float32
     terms = tuple(Term(groups.each(dz), (b.T,)) for dz, b in zip(dzs, bs, strict=True))
     (da,) = product(launch, terms, groups.count, (dtype,), name=f"vjp_d{name}")
@@ -97,7 +101,7 @@ def gradient_of_a(
 
 
 def gradients_of_bs(launch: Launch, groups: Groups, a: Matrix, bs: dict[str, tuple[jax.Array, jax.Array]]) -> dict[str, jax.Array]:
-    """a^T dz for one or two operands b, by name, each given with its dz: all in one product."""
+    """The gradients a^T dz of one or two operands b, by name, each given with its dz: all in one product."""
     rows = {name: groups.shared(getattr(launch.rows, name)) for name in bs}
     alone = {name: rows[name].own == groups.count for name in bs}
     dtypes = tuple(b.dtype if alone[name] else jnp.float32 for name, (b, _) in bs.items())

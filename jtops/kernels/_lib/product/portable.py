@@ -1,4 +1,4 @@
-"""The product for every GPU: one kernel, which tiles it does and what becomes of them plugged in, and its launcher."""
+"""The product for every GPU: its launcher, and one kernel into which the choice of tiles and what becomes of them are plugged."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from jtops.kernels._lib.product.side import load, masked, pointers, step_down, s
 
 
 class Term(NamedTuple):
-    """What is added to each sum: sum i gets a @ bs[i]. Of `Side` in a kernel, of `Matrix` on the host."""
+    """What is added to each sum: sum i gets a @ bs[i]. The operands are `Side`s in a kernel and `Matrix`es on the host."""
 
     a: Any
     bs: tuple
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def dense(pid, problem, work, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles go down columns of 8, so that programs that run together share lines of a and b in the L2 cache."""
+    """The schedule down columns of 8 tiles, so that programs that run together share lines of a and b in the L2 cache."""
     tiles_m = tl.cdiv(problem.m, BLOCK_M)
     tiles_n = tl.cdiv(problem.n, BLOCK_N)
     tile = pid % (tiles_m * tiles_n)
@@ -98,7 +98,7 @@ def _with(items, item):
 def _add(
     sums, term, tile, offs_m, offs_n, DOT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The sums and one term. Loop invariant: sums[i] has a @ bs[i] over the k before."""
+    """Add one term to the sums. Loop invariant: sums[i] has a @ bs[i] over the k before."""
     offs_k = tl.arange(0, BLOCK_K)
     a_ptrs = pointers(term.a, tile.batch, offs_m, tile.first_k + offs_k)
     b_ptrs = ()
@@ -150,8 +150,8 @@ def product_kernel(
 ):
     """One program: the tile that SCHEDULE gives it, of one or two sums over all terms; EPILOGUE makes c, and d, of them.
 
-    PARTS is 2 if the epilogue shall see the left and the right half of the tile one after the other: with all that some hold beside
-    the sums, the largest tile spills.
+    PARTS is 2 if the epilogue shall see the left and the right half of the tile one after the other: some epilogues hold so much
+      beside the sums that the largest tile would spill.
     """
     tile = SCHEDULE(tl.program_id(0), problem, work, BLOCK_M, BLOCK_N)
     offs_m = tile.m + tl.arange(0, BLOCK_M)
@@ -185,7 +185,7 @@ class Epilogue(NamedTuple):
     """What becomes of the sums.
 
     `kernel(sums, arguments, c_ptr, d_ptr, place)` is jitted; `arguments` is a NamedTuple or None. `plain` does the same to whole
-    float32 sums [batch, m, n] in jax.numpy: it gets those that were split. `heavy` if it holds much beside the sums.
+    float32 sums [batch, m, n] in jax.numpy, where k was split. `heavy` says that it holds much beside the sums.
     """
 
     kernel: Any = store
@@ -265,7 +265,7 @@ def _sides(terms: tuple[Term, ...], block_m: int, block_n: int, block_k: int) ->
     return tuple(Term(t.a.side(block_m, block_k), tuple(b.side(block_k, block_n) for b in t.bs)) for t in terms)
 
 
-# Integers of the arguments: what matters of them for a choice of tiles is their size, and how wide they can be loaded.
+# Only the size of these integers, and how wide they can be loaded, matters for a choice of tiles.
 _SIZES = frozenset(
     [f"problem.{size}" for size in "mnk"]
     + [f"terms[{t}].{side}.{size}" for t in range(2) for side in ("a", "bs[0]", "bs[1]") for size in ("lines", "length")]

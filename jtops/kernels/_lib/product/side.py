@@ -41,11 +41,13 @@ class Matrix(NamedTuple):
 
     @property
     def T(self) -> "Matrix":  # noqa: N802
-        """Each of its matrices transposed."""
+        """The operand with each of its matrices transposed."""
         return self._replace(transposed=not self.transposed)
 
     def padded(self) -> "Matrix":
-        """With lines of a multiple of 16 elements, which load in 16 bytes at a time; one by one they cost more than this copy."""
+        """The operand with lines of a multiple of 16 elements, which load 16 bytes at a time; loads one by one cost more than this
+        copy.
+        """
         return self._replace(array=jnp.pad(self.array, ((0, 0), (0, 0), (0, -self.array.shape[2] % 16))))
 
     def side(self, block_rows: int = 0, block_columns: int = 0) -> Side:
@@ -66,24 +68,24 @@ def masked(rows: int, columns: int, block_rows: int, block_columns: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
-    """The batch of a call after each `size` neighbours that share operands have become rows of one product: `count` of these."""
+    """The batch of a call as `count` groups, in each of which `size` neighbours that share operands are rows of one product."""
 
     size: int
     count: int
 
     @classmethod
     def of(cls, batch: int, a: Rows, *shared: Rows | None) -> "Groups":
-        """As large as the `shared` operands allow, if `a` has a row for each of the call."""
+        """The largest groups that the `shared` operands allow, if `a` has a row for each of the call's."""
         neighbours = [rows.inner if rows.own > 1 else batch for rows in shared if rows]  # each divides the next larger
         size = min(neighbours) if a.own == batch else 1
         return cls(size, batch // size)
 
     def merge(self, x: jax.Array) -> jax.Array:
-        """[batch, m, ...] -> [count, size * m, ...]."""
+        """Merge [batch, m, ...] into [count, size * m, ...]."""
         return x if self.size == 1 else x.reshape(self.count, self.size * x.shape[1], *x.shape[2:])
 
     def shared(self, rows: Rows) -> Rows:
-        """How an operand that serves all of a group serves the groups."""
+        """The `Rows` by which an operand that serves all of a group serves the groups."""
         return Rows(rows.inner // self.size, rows.own) if rows.own > 1 else Rows(1, 1)
 
     def full(self, x: jax.Array, rows: Rows) -> jax.Array:
@@ -130,7 +132,7 @@ def step_right(side, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load(side, ptrs, rows, columns, rows_before, columns_before):
-    """A tile, 0 outside of the matrix; `rows` and `columns` are counted after those before.
+    """Load a tile, 0 outside of the matrix; `rows` and `columns` count from `rows_before` and `columns_before` on.
 
     A mask along lines ends with the line, not with the matrix: where lines are aligned, loads stay wide.
     """

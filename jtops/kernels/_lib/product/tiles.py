@@ -1,4 +1,4 @@
-"""Which tiles a product is cut into, by rule. What was measured on a GPU belongs into its table, which comes first."""
+"""Which tiles a product is cut into, by rule. Configs that were measured on a GPU belong in its table, which comes first."""
 
 from typing import NamedTuple
 
@@ -27,11 +27,11 @@ class Shape(NamedTuple):
     b_transposed: bool
 
     def splits(self, config: Config, target: Target) -> int:
-        """Into how many sums to split k, so that few tiles still occupy the GPU."""
+        """The number of sums into which to split k, so that few tiles still occupy the GPU."""
         return max(1, min(target.multiprocessors // self._tiles(config), self.k // _SPLIT_K))
 
     def programs(self, config: Config, target: Target) -> int:
-        """How many programs `config` makes."""
+        """The number of programs that `config` makes."""
         return self._tiles(config) * self.splits(config, target)
 
     def _tiles(self, config: Config) -> int:
@@ -65,7 +65,7 @@ def _blocks(shape: Shape, target: Target) -> list[tuple[int, int]]:
 
 
 def _config(shape: Shape, block_m: int, block_n: int, max_shared_bytes: int) -> Config | None:
-    """With as much of k at once as fits, down to half a line; None if that is too much."""
+    """The config with as much of k at once as fits, down to half a line; None if that is too much."""
     warps = 8 if block_m * block_n * shape.sums >= 128 * 128 else 4
     stages = 3 if warps == 8 or shape.itemsize == 4 else 4
     lines = 2 if min(block_m, block_n) == 16 and shape.arithmetic != "tf32x3" else 1  # what is read most is read most at once

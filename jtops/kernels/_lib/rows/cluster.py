@@ -1,12 +1,13 @@
 """Programs that share a row: a thread block cluster of up to 8 neighbours, whose members tell each other two numbers at a time.
 
-Each writes into the shared memory of all others, and a barrier there counts what has come: nobody waits for the memory of the
-whole GPU. From sm_90 on; a kernel that uses this is launched with ``cluster_size``. PTX ISA, st.async and mbarrier.
+Each member writes into the shared memory of all others, and a barrier there counts what has come: nobody waits for the memory of
+  the whole GPU. Clusters exist from sm_90 on; a kernel that uses this is launched with ``cluster_size``. PTX ISA, st.async and
+  mbarrier.
 """
 
 from jtops._compat.triton import tl, triton
 
-# What is declared outside braces is seen by the code below. Slots are double-buffered, because a peer may post turn i + 1 while
+# The code below sees what is declared outside braces. Slots are double-buffered, because a peer may post turn i + 1 while
 # a slow member still reads turn i. The wait for all members to start happens at the first exchange, so that the first loads
 # overlap it.
 _START: tl.constexpr = tl.constexpr("""
@@ -59,7 +60,7 @@ _TELL: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def part_of_row(pid, part_n, n, BLOCK_N: tl.constexpr, CLUSTER: tl.constexpr, FULL: tl.constexpr):
-    """Once in a program, first of all: -> the cluster's number, this member's, its columns [1, BLOCK_N], and which are in the row.
+    """Return the cluster's number, this member's, its columns [1, BLOCK_N], and which are in the row; call it once, first of all.
 
     A member has `part_n` neighbouring columns, a multiple of 16; without clusters a program has all. FULL: every block is full. For
     shifted rows (see `rows.device`) n is the number of lanes.
@@ -81,7 +82,7 @@ def part_of_row(pid, part_n, n, BLOCK_N: tl.constexpr, CLUSTER: tl.constexpr, FU
 
 @triton.jit
 def members(CLUSTER: tl.constexpr):
-    """Which of what `cluster_gather` gives counts."""
+    """The mask of those results of `cluster_gather` that count."""
     return tl.arange(0, 8) < CLUSTER
 
 

@@ -16,8 +16,9 @@ def rows_of_tile(i, pid, work, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def part_of_long_row(pid, n, split, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr):
-    """-> the row, which of its parts, the lanes of all parts but the last, this part's first lane and the one after its last, its
-    blocks; `split` is the `Split`."""
+    """Return the row, which of its parts, the lanes of all parts but the last, this part's first lane and the one after its last,
+    and its blocks; `split` is the `Split`.
+    """
     part = (pid % split.splits).to(tl.int32)
     size = split.blocks * BLOCK_N
     if split.index_type is not None:
@@ -30,20 +31,20 @@ def part_of_long_row(pid, n, split, VECTOR: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def of_parts(ptr, row, split, SPLITS: tl.constexpr, OTHER: tl.constexpr):
-    """What was found of each part of a long row; OTHER past the last."""
+    """Load what was found of each part of a long row; OTHER past the last."""
     parts = tl.arange(0, SPLITS)
     return tl.load(ptr + row * split.splits + parts, mask=parts < split.splits, other=OTHER)
 
 
 @triton.jit
 def lanes_of(n, VECTOR: tl.constexpr):
-    """Lanes that a row has at most: whole vectors, and those before its begin."""
+    """The most lanes that a row has: whole vectors, and those before its begin."""
     return (n + 2 * (VECTOR - 1)) // VECTOR * VECTOR
 
 
 @triton.jit
 def row_start(rows, n, VECTOR: tl.constexpr):
-    """-> offset of each row's lane 0, and the lane where the row begins."""
+    """Return the offset of each row's lane 0, and the lane where the row begins."""
     base = rows * n
     start = base // VECTOR * VECTOR
     return start, (base - start).to(tl.int32)
@@ -51,19 +52,19 @@ def row_start(rows, n, VECTOR: tl.constexpr):
 
 @triton.jit
 def vectors_read(lanes, begin, n, VECTOR: tl.constexpr):
-    """Lanes of vectors that hold any of a row."""
+    """The mask of lanes in vectors that hold any element of a row."""
     return lanes < (begin + n + VECTOR - 1) // VECTOR * VECTOR
 
 
 @triton.jit
 def vectors_written(lanes, begin, n, VECTOR: tl.constexpr):
-    """Lanes of vectors that are a row's alone."""
+    """The mask of lanes in vectors that hold one row alone."""
     return (lanes >= (begin + VECTOR - 1) // VECTOR * VECTOR) & (lanes < (begin + n) // VECTOR * VECTOR)
 
 
 @triton.jit
 def edges(begin, n, VECTOR: tl.constexpr):
-    """-> lanes [2 VECTOR] of a row's first and last vector, and which of them are edges."""
+    """Return the lanes [2 VECTOR] of a row's first and last vector, and which of them are edges."""
     i = tl.arange(0, 2 * VECTOR)
     tail = (begin + n) // VECTOR * VECTOR
     lanes = tl.where(i < VECTOR, i, tail + i - VECTOR)
@@ -73,7 +74,7 @@ def edges(begin, n, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_row(ptr, start, lanes, begin, mask, n, OTHER: tl.constexpr, VECTOR: tl.constexpr, EVICT: tl.constexpr):
-    """A tile in float32, OTHER where `mask`, or the row that begins at lane `begin`, is not."""
+    """Load a tile in float32, with OTHER outside of `mask` or of the row that begins at lane `begin`."""
     if VECTOR == 1:
         x = tl.load(ptr + start + lanes, mask=mask, other=OTHER, eviction_policy=EVICT).to(tl.float32)
     else:

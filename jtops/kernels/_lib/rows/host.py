@@ -26,44 +26,44 @@ class Split(NamedTuple):
 
 
 def index_type(n: int) -> str | None:
-    """None where 32 bits hold each position among n elements, and those of the last block past them; else the type that does."""
+    """The type that positions among n elements, and in the last block past them, need; None where 32 bits hold them."""
     largest_block = 1 << 20  # that Triton takes
     return None if n < 2**31 - 2 * largest_block else "int64"
 
 
 def unit(n: int) -> int:
-    """UNIT for a size: a multiple of 16 is known to be one already, what else a vector of 8 divides has to be said."""
+    """The constant UNIT for a size: the compiler knows a multiple of 16 already, other powers of two up to 8 have to be told."""
     return 1 if n % 16 == 0 else math.gcd(n, 8)
 
 
 def vector(r: int, n: int, itemsize: int, room: float = math.inf) -> int:
-    """Elements of a vector if rows have to be shifted, by up to one less, and `room` lanes are enough for it; else 1.
+    """The elements of a vector if rows have to be shifted, by up to one less, and `room` lanes are enough for it; else 1.
 
-    Not where the array's end cuts a vector, which must not be read.
+    It is 1 also where the array's end cuts a vector, which must not be read.
     """
     size = 16 // itemsize
     return size if n % size and r * n % size == 0 and 4 * size <= n <= room - size + 1 else 1
 
 
 def stages(config: Config) -> int:
-    """STAGES: how many tiles a kernel's loop has on their way; one unless the config says more."""
+    """The constant STAGES: the number of tiles that a kernel's loop has on their way; one unless the config says more."""
     return config["num_stages"] or 1
 
 
 def room(config: Config) -> int:
-    """Elements of the longest row that a program, or a cluster of them, holds in its registers."""
+    """The length of the longest row that a program, or a cluster of them, holds in its registers."""
     return config["BLOCK_N"] * config["cluster_size"]
 
 
 def whole_rows(config: Config, r: int, lanes: int) -> dict[str, Any]:
-    """Arguments of a kernel that holds rows of so many lanes, and the grid of its launch."""
+    """The arguments of a kernel that holds rows of so many lanes, and the grid of its launch."""
     total = cdiv(r, config["BLOCK_M"])
     programs = min(config["PROGRAMS"] or total, total)
     return {"work": Tiles(r, cdiv(total, programs), programs), **clustered(config, lanes, programs)}
 
 
 def clustered(config: Config, lanes: int, programs: int) -> dict[str, Any]:
-    """What a kernel must know of its clusters, where `programs` of them share rows of so many lanes; and the grid."""
+    """The arguments that tell a kernel about its clusters, where `programs` of them share rows of so many lanes; and the grid."""
     size = config["cluster_size"]
     return {
         "part_n": cdiv(cdiv(lanes, size), 16) * 16,
@@ -76,7 +76,7 @@ def clustered(config: Config, lanes: int, programs: int) -> dict[str, Any]:
 
 
 def long_rows(config: Config, r: int, n: int, vector: int = 1) -> dict[str, Any]:
-    """Arguments of a kernel that shares r rows of n elements, shifted if `vector` is more than 1, and the grid of its launch."""
+    """The arguments of a kernel that shares r rows of n elements, shifted if `vector` is more than 1, and the launch's grid."""
     blocks = cdiv(cdiv(n + vector - 1, vector) * vector, config["BLOCK_N"])
     each = cdiv(blocks, max(1, (config["PROGRAMS"] or r * blocks) // r))
     splits = cdiv(blocks, each)

@@ -40,7 +40,7 @@ def dkdv_kernel(
 ):
     """One program: BLOCK_N keys of one key/value head, and the queries of all heads of its group. Scores are transposed.
 
-    One loop, masked or not: a masked and an unmasked one spill.
+    There is one loop, masked or not, because a masked and an unmasked one would spill.
     """
     HAS_IDS: tl.constexpr = mask.q_ids is not None
     s, t, h, g, d, e, _ = shape
@@ -159,7 +159,7 @@ def dq_kernel(
 
 
 def backward(launch: Launch, x, saved, cotangents):
-    """Launcher. The gradient of lse is taken off delta, where it costs nothing."""
+    """Launch both kernels. The gradient of lse is subtracted from delta, where it costs nothing."""
     out, lse = saved
     do, dlse = cotangents
     if do is None:

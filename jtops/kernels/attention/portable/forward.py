@@ -94,7 +94,7 @@ def forward_kernel(
 
 
 def forward(launch: Launch, x):
-    """Launcher."""
+    """Launch the forward kernel."""
     given = arguments(launch, x)
     shape = given["shape"]
     tiles = choose(launch, forward_tiles(launch, shape, x.q.dtype.itemsize), forward_kernel, given, "out")

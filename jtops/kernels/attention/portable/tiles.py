@@ -13,7 +13,7 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def load_rows(ptr, start, rows, stride, cols, n_rows, n_cols, ROWS_INSIDE: tl.constexpr, COLS_INSIDE: tl.constexpr):
-    """A tile of the matrix whose rows are `stride` apart: rows ``start + rows``, zeros outside. Only the start needs 64 bits."""
+    """Load a tile of a matrix with rows `stride` apart: rows ``start + rows``, zeros outside. Only the start needs 64 bits."""
     ptrs = ptr + start.to(tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
     if ROWS_INSIDE and COLS_INSIDE:
         tile = tl.load(ptrs)
@@ -25,7 +25,7 @@ def load_rows(ptr, start, rows, stride, cols, n_rows, n_cols, ROWS_INSIDE: tl.co
 
 
 def arguments(launch: Launch, x) -> dict[str, Any]:
-    """What every kernel is told: operands, mask, sizes."""
+    """The arguments that every kernel takes: operands, mask, sizes."""
     (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
     block_d, block_e = (max(16, next_power_of_2(n)) for n in (d, e))
     return {
