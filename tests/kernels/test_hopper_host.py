@@ -178,12 +178,41 @@ def test_grids_and_memory_of_the_backward():
     made = backward_launch(2, 300, 260, 4, 2, 128, rows=(Rows(1, 2), Rows(2, 1)))
     tiles = 2 * 4 * 5  # of 64 queries
     before, main, after = (made[name] for name in ("preprocess_kernel", "backward_kernel", "postprocess_kernel"))
-    assert (before["grid"], main["grid"], after["grid"]) == (tiles, 2 * 2 * 3, tiles)
+    assert (before["grid"], main["grid"], after["grid"]) == (tiles, 2 * 4 * 3, tiles)  # groups cut in two
     assert before["outputs"]["sums_ptr"].shape == (tiles * 256, 32)
     assert before["outputs"]["sums_ptr"].size == tiles * 64 * 128
     assert before["outputs"]["lse2_ptr"].shape == (tiles * 64,)
     assert tuple(main["rows"]) == ((1, 2), (2, 1), (2, 1))
-    assert main["outputs"]["dk_desc"].base.shape == (2, 260, 2 * 128)
+    assert main["outputs"]["dk_desc"].base == main["outputs"]["dv_desc"].base == jax.ShapeDtypeStruct((2, 260, 4, 128), jnp.float32)
+
+
+def test_programs_of_the_backward_have_whole_groups_where_these_are_many():
+    """Each multiprocessor should have 3.5; or 7, where those that come last are the longest."""
+    made = lambda b, **options: backward_launch(b, 300, 500, 4, 2, 64, **options)["backward_kernel"]
+    causal = {"right": 0, "deterministic": False}
+    wholes = [made(b, **causal)["outputs"]["dk_desc"].base.shape[2] == 2 for b in (57, 58)]
+    assert wholes == [False, True]
+    assert [made(b, right=0)["outputs"]["dk_desc"].base.shape[2] == 2 for b in (115, 116)] == [False, True]
+    assert [made(b)["outputs"]["dk_desc"].base.shape[2] == 2 for b in (57, 58)] == [False, True]
+    told = made(58)
+    assert told["outputs"]["dk_desc"].base == jax.ShapeDtypeStruct((58, 500, 2, 64), jnp.bfloat16)
+    assert told["grid"] == 58 * 2 * 4
+    assert (told["shape"].g, told["shape"].group, told["shape"].parts) == (2, 2, 1)
+    told = made(57)
+    assert told["grid"] == 57 * 4 * 4
+    assert (told["shape"].g, told["shape"].group, told["shape"].parts) == (4, 1, 2)
+
+
+def test_head_dims_of_the_backward():
+    """Tiles have 64 or 128 columns; arrays have those of the heads."""
+    for d, block in ((40, 64), (64, 64), (72, 128), (128, 128)):
+        made = backward_launch(2, 300, 260, 4, 2, d)
+        assert made["backward_kernel"]["HEAD_DIM"] == block
+        assert made["backward_kernel"]["config"]["BLOCK_M"] == 8192 // block
+        assert made["backward_kernel"]["inputs"].q.block_shape == (1, 8192 // block, 1, block)
+        assert made["backward_kernel"]["outputs"]["dk_desc"].base.shape == (2, 260, 4, d)
+        assert (made["preprocess_kernel"]["E"], made["postprocess_kernel"]["D"]) == (d, d)
+        assert made["postprocess_kernel"]["outputs"]["dq_ptr"].shape == (2, 300, 4, d)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -196,13 +225,13 @@ def test_turns_are_kept_only_for_one_order_of_sums(deterministic):
 
 @pytest.mark.parametrize("sizes", [(1, 4096, 8, 8, 128), (4, 16384, 32, 8, 128), (2, 65536, 16, 1, 64), (8, 512, 32, 32, 64)])
 def test_heads_whose_queries_fit_the_cache_go_together(sizes):
-    """Their q, cotangents and sums of dq: 8 bytes a number."""
+    """Their q, cotangents and sums of dq: 8 bytes a number. As many as run at one time go together in any case."""
     b, s, h, g, d = sizes
-    section = backward_launch(b, s, 256, h, g, d)["backward_kernel"]["shape"].section
-    of_head = h // g * s * d * 8
-    assert section & (section - 1) == 0
-    assert section == 1 or section * of_head <= 40 * 2**20
-    assert 2 * section * of_head > 40 * 2**20 or 2 * section > b * g
+    shape = backward_launch(b, s, 4096, h, g, d)["backward_kernel"]["shape"]
+    of_part = shape.group * s * d * 8
+    assert shape.section & (shape.section - 1) == 0
+    assert shape.section <= max(132 / 32, 40 * 2**20 / of_part)
+    assert 2 * shape.section > min(b * shape.g, max(132 / 32, 40 * 2**20 // of_part))
 
 
 def test_a_call_without_cotangent_of_the_result():
@@ -212,4 +241,4 @@ def test_a_call_without_cotangent_of_the_result():
     made = launches(lambda: of_backward.run(told, q, q, q, q, jnp.zeros((1, 64, 2)), None, jnp.zeros((1, 64, 2))))
     assert [one["kernel"] for one in made] == ["preprocess_kernel", "backward_kernel"]
     assert made[0]["do_ptr"].shape == q.shape
-    assert made[1]["inputs"].do.base.shape == (1, 64, 2 * 128)
+    assert made[1]["inputs"].do.base.shape == q.shape
