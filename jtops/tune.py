@@ -14,7 +14,6 @@ afterwards, in other processes or by functions that JAX has not compiled yet, ta
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +22,6 @@ import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +35,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jtops import config
 from jtops.core import target
 from jtops.core.mesh import partition
+from jtops.core.tuning import table as tuning_table
 from jtops.core.tuning import timing
 from jtops.errors import JtopsError, KernelCompileError, UnsupportedError
 from jtops.kernels import specs
@@ -50,9 +49,7 @@ from jtops.kernels._lib.spec import Case, Input, Spec, with_gradients
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
 SLOWER = 1.02  # of the heuristic's, for `check` to delete an entry
 _ALL = 1 << 20  # PROGRAMS from here on is one for each tile
-_COLD, _RESULTS = 2**28, 2**30  # bytes: of operands that no cache holds; of results that a program may have
 _AT_ONCE, _HELD = 4, 2**33  # choices under way at once, so that the compiler's threads have work; bytes of their operands
-_running = threading.Semaphore(4)  # programs that are tried at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Result:
     `said` is "tuned", "heuristic", "explicit" (given by the call, not tuned), "no time", or "failed": then `error` says why.
     """
 
-    problem: tuned.Problem
+    problem: tuning_table.Problem
     said: str
     config: Config
     seconds: float = math.nan  # of the stage, with `config`
@@ -106,7 +103,7 @@ def _stage(call: Call, platform: str) -> Callable:
 
 def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
     """Every distinct choice that the kernels of ``f(*args)`` make."""
-    found: dict[tuned.Problem, _Task] = {}
+    found: dict[tuning_table.Problem, _Task] = {}
     for equation in _equations(jax.make_jaxpr(functools.partial(f))(*args).jaxpr):  # a new function: JAX remembers traces
         call = equation.params["call"]
         avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
@@ -125,14 +122,19 @@ def _tasks(f: Callable, args: tuple, platform: str) -> list[_Task]:
 
 def neighbours(start: Config) -> list[Config]:
     """Configs one step away: a block, the warps or the stages more or less, or two of them so that the rest fits."""
-    now = start.kwargs
-    tiles = [name for name in start.blocks if name != "PROGRAMS"]
+    now, groups, stages = start.kwargs, start.blocks.get("WARPGROUPS"), start["num_stages"] or 1
+    tiles = [name for name in start.blocks if name not in ("PROGRAMS", "WARPGROUPS")]
     scaled = lambda **factors: now | {name: int(now[name] * factor) for name, factor in factors.items()}
-    made = [scaled(**{name: factor}) for name in (*tiles, "num_warps") for factor in (2, 0.5)]
-    made += [scaled(**{name: factor, "num_warps": factor}) for name in tiles for factor in (2, 0.5)]
+    made = [scaled(**{name: factor}) for name in tiles for factor in (2, 0.5)]
     made += [scaled(**{more: 2, less: 0.5}) for more, less in itertools.permutations(tiles, 2)]
-    stages = now["num_stages"] or 1
     made += [now | {"num_stages": s} for s in (stages - 1, stages + 1)]
+    if groups is None:
+        made += [scaled(**more, num_warps=factor) for factor in (2, 0.5) for more in ({}, *({name: factor} for name in tiles))]
+    else:  # of four warps each
+        for step, factor in ((1, 0.5), (-1, 2)):
+            made += [now | {"WARPGROUPS": groups + step}]
+            made += [scaled(**{name: factor}) | {"WARPGROUPS": groups + step} for name in tiles]
+            made += [scaled(**{name: factor}) | {"num_stages": stages + step} for name in tiles]
     if (programs := now.get("PROGRAMS")) is not None:
         others = (128, 256, 512, 1024) if programs >= _ALL else (programs // 2, programs * 2, 1 << 30)
         made += [now | {"PROGRAMS": p} for p in others]
@@ -159,54 +161,38 @@ def _raised(errors: Iterable[Exception | None]) -> None:
             raise error
 
 
-class _Trial:
-    """One choice on one GPU: programs of its stage with other configs, on the same random data."""
+class _Trial(timing.Trial):
+    """One choice on one GPU: its stage with other configs."""
 
     def __init__(self, task: _Task, device: Any):
-        self.task, self.device = task, device
-        self.settings: tuple = jax.config.jax_enable_x64, config.launch.value
+        self.task, self.settings = task, (jax.config.jax_enable_x64, config.launch.value)
         self.texts: dict[str, Config] = {}
-        self.lock = threading.Lock()
-        self.programs: dict[Config, Callable] = {}
-        self.calls, self.sets = 1, [self.operands(0)]
+        super().__init__(task.avals, device=device)
 
     @property
     def platform(self) -> str:
         """JAX's name of what programs are for."""
         return target.Target.parse(str(self.task.choice.target)).platform
 
-    def operands(self, seed: int) -> list[jax.Array]:
+    def operands(self, seed: int) -> list[jax.Array | None]:
         """Noise for floats; of integers, one per batch element is a length: all of it; others are 0."""
-        task, (key, *keys) = self.task, jax.random.split(jax.random.key(seed), 1 + len(self.task.avals))
-        given = [dims for dims, present in zip(task.call.op.rule.operands, task.call.present, strict=True) if present]
-        arrays = []
+        keys = jax.random.split(jax.random.key(seed), len(self.avals))
+        given = [dims for dims, present in zip(self.task.call.op.rule.operands, self.task.call.present, strict=True) if present]
+
+        def made(i, aval):
+            if jnp.issubdtype(aval.dtype, jnp.floating):
+                return jax.random.normal(keys[i], aval.shape, jnp.float32).astype(aval.dtype)
+            length = jnp.issubdtype(aval.dtype, jnp.integer) and i < len(given) and not given[i]
+            return jnp.full(aval.shape, jnp.iinfo(aval.dtype).max if length else aval.dtype == np.bool_, aval.dtype)
+
         with jax.default_device(self.device):
-            for i, (aval, key) in enumerate(zip(task.avals, keys, strict=True)):
-                if jnp.issubdtype(aval.dtype, jnp.floating):
-                    arrays.append(jax.random.normal(key, aval.shape, jnp.float32).astype(aval.dtype))
-                elif jnp.issubdtype(aval.dtype, jnp.integer) and i < len(given) and not given[i]:
-                    arrays.append(jnp.full(aval.shape, jnp.iinfo(aval.dtype).max, aval.dtype))
-                else:
-                    arrays.append(jnp.full(aval.shape, aval.dtype == np.bool_, aval.dtype))
-        return arrays
+            return [made(i, aval) for i, aval in enumerate(self.avals)]
 
-    def prepare(self) -> None:
-        """All steps of `preparing`, here and now."""
-        steps = self.preparing()
-        with contextlib.suppress(StopIteration):
-            wanted = next(steps)
-            while True:
-                wanted = steps.send([build() for build in wanted])
-
-    def preparing(self) -> "_Steps[None]":
-        """Build the heuristic's program; where it is quick, several calls in a row, on data that no cache holds."""
+    def prepare(self) -> "_Steps[None]":
+        """Build the heuristic's program; where it is quick, several calls in a row."""
         heuristic = self.task.choice.heuristic
         _raised((yield self.builds([heuristic])))
-        outs = self.run(heuristic)
-        if min(timing.seconds(self.programs[heuristic], [self.sets], 1) for _ in range(3)) < timing.ROUND_SECONDS / 4:
-            self.calls = max(1, min(timing.CHAIN, _RESULTS // max(1, sum(o.nbytes for o in outs))))
-            own = sum(x.nbytes for x in self.sets[0])
-            self.sets += [self.operands(i) for i in range(1, min(self.calls, -(-_COLD // max(own, 1))))]
+        if self.lengthened(heuristic):
             self.texts.clear()
             _raised((yield self.builds([heuristic])))
 
@@ -216,50 +202,23 @@ class _Trial:
 
     def build(self, candidate: Config) -> Exception | None:
         """Compile the stage with a config and run it once, or say why not. In any thread."""
-        call, problem = self.task.call, self.task.choice.problem
-
-        stage = jax.jit(_stage(call, self.platform))
-
-        def program(sets):  # every result is a result of the program, and waits for the one before: nothing can be left out
-            done: list = []
-            for i in range(self.calls):
-                arrays = sets[i % len(sets)]
-                if done:
-                    arrays, done[-1] = jax.lax.optimization_barrier((arrays, done[-1]))
-                done.append(stage(*arrays))
-            return done
-
         x64, launch = self.settings
+        stage = jax.jit(_stage(self.task.call, self.platform))  # a new function: the choice is made while it is traced
         with jax.enable_x64(x64), config.launch(launch), jax.debug_nans(False), jax.default_device(self.device):
             try:
-                with tuned.forcing(problem, candidate):  # a new function each time, and the choice is made while it is traced
-                    traced = jax.jit(program).trace(self.sets)
-                lowered = traced.lower()
-                text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-                with self.lock:
-                    twin = self.texts.setdefault(text, candidate)
+                with tuned.forcing(self.task.choice.problem, candidate):
+                    lowered = self.lower(lambda *arrays: (stage(*arrays), []), self.calls)
+                twin = self.texts.setdefault(hashlib.sha256(lowered.as_text().encode()).hexdigest(), candidate)
                 if twin != candidate:
                     return JtopsError(f"{candidate} makes the same program as {twin}")
-                self.programs[candidate] = lowered.compile()
-                with _running:  # the driver compiles, too, and may find that the GPU has less than is asked for
-                    self.run(candidate)
-            except (KernelCompileError, UnsupportedError, jax.errors.JaxRuntimeError) as error:
+                self.load(candidate, lowered)
+            except (KernelCompileError, UnsupportedError, ValueError, jax.errors.JaxRuntimeError) as error:
                 return error
         return None
 
-    def run(self, candidate: Config) -> list[jax.Array]:
-        """The first call's results."""
-        return jax.block_until_ready(self.programs[candidate](self.sets))[0]
-
-    def race(self, candidates: Sequence[Config]) -> dict[Config, float]:
-        """Seconds of a call."""
-        programs = {repr(c): (self.programs[c], self.calls) for c in candidates}
-        found = timing.race(programs, [self.sets])
-        return {c: found[repr(c)] for c in candidates}
-
     def agrees(self, candidate: Config) -> bool:
         """Whether its results are the heuristic's, up to the rounding of the dtypes at hand."""
-        dtypes = [x.dtype for x in self.sets[0] if jnp.issubdtype(x.dtype, jnp.floating)]
+        dtypes = [aval.dtype for aval in self.avals if jnp.issubdtype(aval.dtype, jnp.floating)]
         eps = max([2**-13, *(float(jnp.finfo(d).eps) for d in dtypes)])  # of float32: TF32 products, rounded to nearest
         return all(_close(a, b, 4 * eps) for a, b in zip(self.run(candidate), self.run(self.task.choice.heuristic), strict=True))
 
@@ -288,7 +247,7 @@ def _faster(trial: _Trial, best: Config, new: list[Config], dropped: list[str]) 
 def _climb(task: _Task, device: Any, more: Callable[[], bool]) -> _Steps[Result]:
     """From the heuristic, or from what a table has if that is faster, to a neighbour that is faster, until none is."""
     trial, problem, heuristic, now = _Trial(task, device), task.choice.problem, task.choice.heuristic, task.now
-    yield from trial.preparing()
+    yield from trial.prepare()
     dropped: list[str] = []
     tried, best = {heuristic, now}, heuristic
     if now != heuristic:
@@ -309,7 +268,7 @@ def _climb(task: _Task, device: Any, more: Callable[[], bool]) -> _Steps[Result]
 def _again(task: _Task, device: Any, config: Config) -> _Steps[Result]:
     """An entry's config and the heuristic's, timed once more."""
     trial, problem, heuristic = _Trial(task, device), task.choice.problem, task.choice.heuristic
-    yield from trial.preparing()
+    yield from trial.prepare()
     (error,) = yield trial.builds([config])
     if isinstance(error, TimeoutError):
         raise error
@@ -318,6 +277,14 @@ def _again(task: _Task, device: Any, config: Config) -> _Steps[Result]:
     seconds = trial.race([heuristic, config])
     kept = seconds[config] <= SLOWER * seconds[heuristic]
     return Result(problem, *(("tuned", config) if kept else ("heuristic", heuristic)), seconds[config], seconds[heuristic])
+
+
+def _error(future: concurrent.futures.Future) -> Exception | None:
+    """What is wrong with what a future builds."""
+    if not future.done():
+        return TimeoutError("it takes too long")
+    raised = future.exception()
+    return raised if isinstance(raised, Exception) else future.result()
 
 
 def _in_turns(tasks: Sequence[_Task], work: Callable[..., _Steps[Result]], end: float) -> Iterator[tuple[_Task, Result]]:
@@ -359,7 +326,7 @@ def _in_turns(tasks: Sequence[_Task], work: Callable[..., _Steps[Result]], end: 
             concurrent.futures.wait(every, None if end == math.inf else max(1.0, end - time.monotonic()))
             for key, some in futures.items():
                 task, steps, _ = active[key]
-                active[key] = task, steps, [f.result() if f.done() else TimeoutError("no time") for f in some]
+                active[key] = task, steps, [_error(f) for f in some]
             turns.append(time.monotonic() - start)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -423,7 +390,7 @@ def _measured(tasks: list[_Task], device, end: float, write, dry_run: bool, chec
             progress(str(result))
         return found
     path = _path(write, str(device.device_kind))
-    entries = tuned.load(path, "").entries if check and path.exists() else {}
+    entries = tuning_table.parsed(path, path.read_text()).entries if check and path.exists() else {}
     if check:
         tasks = [t for t in tasks if (e := entries.get(t.choice.problem)) and e.kernels == t.choice.fingerprint]
         work = lambda task, more: _again(task, device, Config(**entries[task.choice.problem].config))
@@ -463,7 +430,7 @@ def _path(write: str | os.PathLike, device_kind: str) -> Path:
         raise JtopsError(f"tune: {path.parent} cannot be written: {error}. Name another path, or set JTOPS_TUNING_DIR.") from error
     if path.exists() and write not in named:
         try:
-            tuned.load(path, "")
+            tuning_table.parsed(path, path.read_text())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise JtopsError(f"tune: {path} is there and is no table ({error!r}); name another file.") from error
     return path
@@ -473,10 +440,10 @@ def _write(path: Path, device: Any, task: _Task, result: Result) -> None:
     entries = []
     if result.said == "tuned":
         settings = {k: v for k, v in result.config.kwargs.items() if v is not None}
-        entries = [tuned.Entry(result.problem, settings, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
+        entries = [tuning_table.Entry(result.problem, settings, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
     elif not path.exists():
         return
-    tuned.store(path, str(device.device_kind), str(task.choice.target), entries, () if entries else (result.problem,))
+    tuning_table.update(path, str(device.device_kind), str(task.choice.target), entries, () if entries else (result.problem,))
 
 
 # ------------------------------------------------------------------------------------------------------------ command line

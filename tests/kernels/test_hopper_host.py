@@ -178,12 +178,14 @@ def test_grids_and_memory_of_the_backward():
     made = backward_launch(2, 300, 260, 4, 2, 128, rows=(Rows(1, 2), Rows(2, 1)))
     tiles = 2 * 4 * 5  # of 64 queries
     before, main, after = (made[name] for name in ("preprocess_kernel", "backward_kernel", "postprocess_kernel"))
-    assert (before["grid"], main["grid"], after["grid"]) == (tiles, 2 * 4 * 3, tiles)  # groups cut in two
+    assert (before["grid"], main["grid"], after["grid"]) == (tiles, 2 * 4 * 3, tiles)  # a group of two heads in parts
     assert before["outputs"]["sums_ptr"].shape == (tiles * 256, 32)
     assert before["outputs"]["sums_ptr"].size == tiles * 64 * 128
     assert before["outputs"]["lse2_ptr"].shape == (tiles * 64,)
     assert tuple(main["rows"]) == ((1, 2), (2, 1), (2, 1))
-    assert main["outputs"]["dk_desc"].base == main["outputs"]["dv_desc"].base == jax.ShapeDtypeStruct((2, 260, 4, 128), jnp.float32)
+    assert (main["outputs"]["dk_desc"].base.shape, main["outputs"]["dk_desc"].base.dtype) == ((2, 260, 4, 128), jnp.float32)
+    alone = backward_launch(2, 300, 260, 2, 2, 128)["backward_kernel"]["outputs"]["dk_desc"].base
+    assert (alone.shape, alone.dtype) == ((2, 260, 2, 128), jnp.bfloat16)
 
 
 def test_programs_of_the_backward_have_whole_groups_where_these_are_many():
@@ -228,6 +230,7 @@ def test_heads_whose_queries_fit_the_cache_go_together(sizes):
     """Their q, cotangents and sums of dq: 8 bytes a number. As many as run at one time go together in any case."""
     b, s, h, g, d = sizes
     shape = backward_launch(b, s, 4096, h, g, d)["backward_kernel"]["shape"]
+    assert (shape.g, shape.g * shape.group) == (g * shape.parts, h)
     of_part = shape.group * s * d * 8
     assert shape.section & (shape.section - 1) == 0
     assert shape.section <= max(132 / 32, 40 * 2**20 / of_part)

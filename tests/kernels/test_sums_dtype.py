@@ -62,6 +62,23 @@ def test_shared_operands_of_products_are_rounded_once():
     np.testing.assert_array_equal(db.astype(jnp.float32), np.full(db.shape, 772))
 
 
+def test_cotangents_below_float16_survive():
+    """A float32 cotangent of float16 operands, as a mean's is, does not become 0; the gradient's sum is no subnormal."""
+    a, b = jnp.full((64, 16), 64, jnp.float16), jnp.ones((16, 8), jnp.float16)
+    f = lambda b: (jtops.matmul(a, b, preferred_element_type=jnp.float32, implementation="interpret") * 1e-8).sum()
+    got = jax.jit(jax.grad(f))(b)
+    assert got.dtype == jnp.float16
+    np.testing.assert_allclose(got.astype(jnp.float32), 64 * 64 * 1e-8, rtol=2e-3)
+
+
+def test_parts_of_k_do_not_overlap():
+    """Each element of k is in one part, whatever blocks divide."""
+    a, b = jnp.ones((3, 1300)), jnp.ones((1300, 5))
+    f = jax.jit(lambda a, b: jtops.matmul(a, b, implementation="interpret"))
+    assert "tensor<1x2x3x5xf32>" in f.lower(a, b).as_text()  # two parts
+    np.testing.assert_array_equal(f(a, b), 1300)
+
+
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_bias_sums_are_of_what_was_not_rounded(activation):
     """dbias is float32 to the last bits, beside dz in bfloat16."""

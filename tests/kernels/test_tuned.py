@@ -5,6 +5,7 @@ import itertools
 import json
 import threading
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,10 @@ def own_tables(tmp_path, monkeypatch):
     cache.clear()
 
 
+def loaded(path):
+    return tuning_table.parsed(path, path.read_text())
+
+
 def tasks(f, *args, on="sm_90"):
     with jtops.config.target(on):
         return tune._tasks(f, args, target.Target.parse(on).platform)
@@ -43,15 +48,15 @@ def now(f=jtops.softmax, *args):
     return task.now
 
 
-def entry(f=jtops.softmax, *args, **changes) -> tuned.Entry:
+def entry(f=jtops.softmax, *args, **changes) -> tuning_table.Entry:
     (task,) = tasks(f, *(args or (X,)))
     config = {k: v for k, v in task.choice.heuristic.kwargs.items() if v is not None} | changes
-    return tuned.Entry(task.choice.problem, config, task.choice.fingerprint, 1e-6, 2e-6)
+    return tuning_table.Entry(task.choice.problem, config, task.choice.fingerprint, 1e-6, 2e-6)
 
 
 def store(directory, *entries, device=H200, dropped=()):
     path = directory / tuned.file_name(device)
-    tuned.store(path, device, "sm_90", entries, dropped)
+    tuning_table.update(path, device, "sm_90", entries, dropped)
     return path
 
 
@@ -92,7 +97,7 @@ def test_order_of_devices():
     store(tuned.SHIPPED, entry(num_warps=32), device="NVIDIA A100")
     path = tuned.SHIPPED / tuned.file_name("NVIDIA A100")
     path.write_text(path.read_text().replace("sm_90", "sm_80"))
-    kinds = lambda device: [(t.source, t.device) for t in tuned.tables("sm_90", device)]
+    kinds = lambda device: [(source, t.device) for source, t in tuned.tables("sm_90", device)]
     assert kinds(H200) == [("user", H200), ("shipped", H200), ("user", H100), ("shipped", H100)]
     assert kinds(None) == [("user", H100), ("user", H200), ("shipped", H100), ("shipped", H200)]
     assert now()["num_warps"] == 8
@@ -128,7 +133,7 @@ def test_the_frames_own_axes_do_not_matter():
 
 def test_a_changed_kernel_is_ignored_with_one_warning(caplog):
     old = entry(num_warps=16)
-    path = store(tuned.SHIPPED, tuned.Entry(old.problem, old.config, "0" * 16, 1e-6, 2e-6))
+    path = store(tuned.SHIPPED, tuning_table.Entry(old.problem, old.config, "0" * 16, 1e-6, 2e-6))
     assert [now().source for _ in range(3)] == ["heuristic"] * 3
     (said,) = caplog.messages
     assert said.startswith(f"{path}: softmax has changed since it was tuned")
@@ -183,7 +188,7 @@ def test_another_triton(caplog, monkeypatch):
     assert now().source == "tuned table (shipped)"
     assert "it is of Triton 3.1.4" in caplog.text
     path = store(tuned.user_directory(), entry(jtops.log_softmax, X))
-    assert len(tuned.load(path, "").entries) == 1
+    assert len(loaded(path).entries) == 1
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def test_lookups_and_writes_at_once():
 
     def write(mine):
         for warps in (4, 2) * 5:
-            changed = [tuned.Entry(e.problem, {**e.config, "num_warps": warps}, e.kernels, 1e-6, 2e-6) for e in mine]
+            changed = [tuning_table.Entry(e.problem, {**e.config, "num_warps": warps}, e.kernels, 1e-6, 2e-6) for e in mine]
             store(tuned.user_directory(), *changed)
 
     readers = [threading.Thread(target=look) for _ in range(4)]
@@ -244,7 +249,7 @@ def test_lookups_and_writes_at_once():
     for thread in readers:
         thread.join()
     assert wrong == []
-    assert len(tuned.load(tuned.user_directory() / "NVIDIA_H200.json", "").entries) == len(entries)
+    assert len(loaded(tuned.user_directory() / "NVIDIA_H200.json").entries) == len(entries)
     assert [p.name for p in tuned.user_directory().iterdir()] == ["NVIDIA_H200.json"]
 
 
@@ -274,10 +279,16 @@ def test_explain_says_the_source():
 
 # ---------------------------------------------------------------------------------------------------------- shipped tables
 
-SHIPPED_TABLES = [tuned.load(path, "shipped") for path in sorted(tuned.SHIPPED.glob("*.json"))]
+SHIPPED = tuned.SHIPPED  # the tests above have another
+SHIPPED_TABLES = [loaded(path) for path in sorted(tuned.SHIPPED.glob("*.json"))]
 
 
-def shipped_tasks(table) -> dict[tuned.Problem, tune._Task]:
+def test_shipped_tables_are_where_the_package_has_them():
+    """As its package data say: ``kernels/tuned/*.json``."""
+    assert Path(jtops.__file__).parent / "kernels" / "tuned" == SHIPPED
+
+
+def shipped_tasks(table) -> dict[tuning_table.Problem, tune._Task]:
     """Every choice of the real sizes of the SPECs, of the ops and dtypes that a table has."""
     found = {}
     for op, dtype in {(p.op, p.text.split(",")[0].split()[0]) for p in table.entries}:
@@ -296,7 +307,7 @@ def test_shipped_entries_are_of_the_kernels_there_are():
         stale = [str(p) for p, e in table.entries.items() if e.kernels != known[p].choice.fingerprint]
         assert not stale, f"{table.path}: tune again, or delete: {stale}"
         for problem, e in table.entries.items():
-            assert tuned._config(table, e, known[problem].choice.heuristic) != known[problem].choice.heuristic, problem
+            assert tuned._config("shipped", table, e, known[problem].choice.heuristic) != known[problem].choice.heuristic, problem
             assert e.seconds <= tune.WORTH * e.heuristic_seconds * 1.01, problem
 
 

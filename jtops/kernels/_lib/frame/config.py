@@ -1,5 +1,6 @@
 """Config: the block sizes and launch options of one kernel launch."""
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -103,8 +104,4 @@ class Config:
         return f"Config({', '.join(said)})"
 
     def __reduce__(self):
-        return _made, (dict(self._items), self.source)
-
-
-def _made(kwargs: dict[str, Any], source: str) -> Config:
-    return Config(**kwargs, source=source)
+        return functools.partial(Config, **dict(self._items), source=self.source), ()

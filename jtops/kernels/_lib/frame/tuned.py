@@ -11,43 +11,23 @@ What is looked up is settled when a program is lowered; programs that JAX has co
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # Windows, where there is nothing to tune
-    fcntl = None  # type: ignore[assignment]
 
 from jtops._compat import triton as triton_compat
 from jtops.core import cache, notes
 from jtops.core.compile.content import content
-from jtops.core.files import written_whole
 from jtops.core.tuning import table as tuning_table
-from jtops.core.tuning.table import say_once
+from jtops.core.tuning.table import Entry, Problem, Table, say_once
 from jtops.errors import JtopsError
 from jtops.kernels._lib.frame.config import Config
 
-FORMAT = 1
-SHIPPED = Path(__file__).parents[1] / "tuned"
+SHIPPED = Path(__file__).parents[2] / "tuned"
 _local = threading.local()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Problem:
-    """What a choice is for. `text` has the dtypes, the sizes rounded up, and the flags."""
-
-    op: str
-    choice: str
-    text: str
-
-    def __str__(self):
-        return f"{self.op} {self.choice} {self.text}"
+_fingerprints: dict[tuple[int, ...], tuple[tuple, str]] = cache.store({})  # by identity, of kernels that stay: see `fingerprint`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,32 +42,17 @@ class Choice:
 
     @property
     def fingerprint(self) -> str:
-        """Of the kernels' content."""
-        return _fingerprint(tuple(map(_Same, self.kernels)))
+        """Of the kernels' content. Known by identity: Triton's own hash of a kernel takes its source apart."""
+        key = tuple(map(id, self.kernels))
+        if key not in _fingerprints:
+            _fingerprints[key] = self.kernels, tuning_table.digest(content(list(self.kernels)))
+        return _fingerprints[key][1]
 
     def settled(self, config: Config) -> Config:
         """Tell `choices`, if it listens, and hand `config` on."""
         if (told := getattr(_local, "choices", None)) is not None:
             told.append((self, config))
         return config
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Same:
-    """A kernel, compared by identity: Triton's own hash of one takes its source apart."""
-
-    kernel: Any = dataclasses.field(hash=False)
-
-    def __hash__(self):
-        return id(self.kernel)
-
-    def __eq__(self, other):
-        return self.kernel is other.kernel
-
-
-@functools.lru_cache(1024)
-def _fingerprint(kernels: tuple[_Same, ...]) -> str:
-    return tuning_table.digest(content([k.kernel for k in kernels]))
 
 
 def choices() -> contextlib.AbstractContextManager[list[tuple[Choice, Config]]]:
@@ -112,29 +77,6 @@ def _forced() -> dict[Problem, Config]:
 # ------------------------------------------------------------------------------------------------------------------ tables
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """A config that was measured: seconds of the stage with it and with the heuristic's. `kernels` is a fingerprint."""
-
-    problem: Problem
-    config: Mapping[str, Any]
-    kernels: str
-    seconds: float
-    heuristic_seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Table:
-    """One file. `source` is "user" or "shipped", `triton` the version that compiled what was measured."""
-
-    source: str
-    path: Path
-    device: str
-    target: str
-    triton: str
-    entries: Mapping[Problem, Entry]
-
-
 def user_directory() -> Path:
     """Of the user's tables."""
     return tuning_table.directory() / "ops"
@@ -153,17 +95,17 @@ def lookup(choice: Choice) -> Config | None:
     """
     if choice.target is None:
         return None
-    for table in tables(choice.target, choice.device):
+    for source, table in tables(choice.target, choice.device):
         if (entry := table.entries.get(choice.problem)) is None:
             continue
         if entry.kernels == choice.fingerprint:
-            return _config(table, entry, choice.heuristic)
+            return _config(source, table, entry, choice.heuristic)
         op = choice.problem.op
         say_once(f"{table.path}: {op} has changed since it was tuned; entries are ignored until `python -m jtops.tune {op}`.")
     return None
 
 
-def _config(table: Table, entry: Entry, heuristic: Config) -> Config:
+def _config(source: str, table: Table, entry: Entry, heuristic: Config) -> Config:
     try:
         config = Config(**entry.config)
     except (TypeError, ValueError) as error:
@@ -172,115 +114,35 @@ def _config(table: Table, entry: Entry, heuristic: Config) -> Config:
         raise JtopsError(
             f"{table.path}: {config} of {entry.problem} must have the blocks {', '.join(heuristic.blocks)}. Correct or delete it."
         )
-    return config.said_by(f"tuned table ({table.source})")
+    return config.said_by(f"tuned table ({source})")
 
 
-def tables(target: str, device: str | None) -> list[Table]:
-    """Those for an architecture, in the order in which they are asked: of this very device first, user's before shipped ones."""
-    found = [t for source in ("user", "shipped") for t in _directory(source) if t.target == target]
-    return sorted(found, key=lambda t: (t.device != device, t.source != "user", t.device))
+def tables(target: str, device: str | None) -> list[tuple[str, Table]]:
+    """Those for an architecture, in the order in which they are asked: of this very device first, the "user"'s before "shipped"."""
+    found = [(source, t) for source in ("user", "shipped") for t in _directory(source) if t.target == target]
+    return sorted(found, key=lambda f: (f[1].device != device, f[0] != "user", f[1].device))
 
 
 def _directory(source: str) -> Iterator[Table]:
-    directory = user_directory() if source == "user" else SHIPPED
     try:
-        paths = sorted(Path(f.path) for f in os.scandir(directory) if f.name.endswith(".json"))
+        paths = sorted(
+            Path(f.path) for f in os.scandir(user_directory() if source == "user" else SHIPPED) if f.name.endswith(".json")
+        )
     except OSError:
         return
     for path in paths:
-        if (table := _read(path, source)) is not None:
+        if (table := tuning_table.read(path, functools.partial(_parsed, source, path))) is not None:
             yield table
 
 
-_parsed: dict[Path, tuple[Any, Table | None]] = cache.store({})
-
-
-def _read(path: Path, source: str) -> Table | None:
-    """The table in a file, parsed again only if the file has changed; None if there is none in it."""
+def _parsed(source: str, path: Path, text: str) -> Table | None:
     try:
-        status = path.stat()
-        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-        known = _parsed.get(path)
-        if known is None or known[0] != stamp:
-            _parsed[path] = known = (stamp, _parse(path, source))
-        return known[1]
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        say_once(f"{path} is ignored: {error}")
-        return None
-
-
-def _parse(path: Path, source: str) -> Table | None:
-    try:
-        table = load(path, source)
+        table = tuning_table.parsed(path, text)
     except (ValueError, KeyError, TypeError) as error:
-        if source == "shipped":
-            raise JtopsError(f"{path} is damaged: {error!r}. Install jtops anew.") from error
-        say_once(f"{path} is ignored, as if it were not there, and written anew by the next tuning: {error!r}")
-        return None
-    # What another Triton makes of a config may not fit. Shipped tables are tested with every Triton that jtops supports.
-    if source == "user" and _minor(table.triton) != _minor(triton_compat.triton.__version__):
+        if source == "user":
+            raise
+        raise JtopsError(f"{path} is damaged: {error!r}. Install jtops anew.") from error
+    if source == "user" and not table.current:  # shipped ones are tested with every Triton that jtops supports
         say_once(f"{path} is ignored: it is of Triton {table.triton}, this is {triton_compat.triton.__version__}. Tune again.")
         return None
     return table
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
-
-
-def load(path: Path, source: str) -> Table:
-    """Read a file; ValueError, KeyError or TypeError if it is no table."""
-    raw = json.loads(path.read_text())
-    if raw["format"] != FORMAT:
-        raise ValueError(f"format {raw['format']!r} is not {FORMAT}")
-    entries = [
-        Entry(Problem(e["op"], e["choice"], e["problem"]), dict(e["config"]), e["kernels"], *(us / 1e6 for us in e["us"]))
-        for e in raw["entries"]
-    ]
-    return Table(source, path, raw["device"], raw["target"], raw["triton"], {e.problem: e for e in entries})
-
-
-def store(path: Path, device: str, target: str, entries: Sequence[Entry], dropped: Sequence[Problem] = ()) -> None:
-    """Put entries into the table at `path`, in place of those it has for the same problems, and take those for `dropped` out.
-
-    The file is whole at any time, and processes that write at once all find their entries in it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent):
-        try:
-            old = load(path, "")
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            old = None
-        kept = (
-            dict(old.entries)
-            if old and old.device == device and _minor(old.triton) == _minor(triton_compat.triton.__version__)
-            else {}
-        )
-        kept = {p: e for p, e in kept.items() if p not in dropped} | {e.problem: e for e in entries}
-        written_whole(path, _text(device, target, [kept[p] for p in sorted(kept)]))
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _text(device: str, target: str, entries: Sequence[Entry]) -> str:
-    head = {"format": FORMAT, "device": device, "target": target, "triton": triton_compat.triton.__version__}
-    lines = ",\n".join(
-        json.dumps(
-            {"op": e.problem.op, "choice": e.problem.choice, "problem": e.problem.text, "config": dict(e.config)}
-            | {"us": [round(e.seconds * 1e6, 2), round(e.heuristic_seconds * 1e6, 2)], "kernels": e.kernels}
-        )
-        for e in entries
-    )
-    return f'{json.dumps(head)[:-1]}, "entries": [\n{lines}\n]}}\n'
