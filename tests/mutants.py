@@ -287,6 +287,12 @@ MUTANTS: list[Mutant] = [
             _HOST + "test_grids_and_memory_of_the_backward",
         ),
         (
+            "Hopper backward: parts as in one order",
+            "7 if deterministic and mask",
+            "7 if mask",
+            _HOST + "test_programs_of_the_backward_have_whole_groups_where_these_are_many",
+        ),
+        (
             "Hopper backward: no edge",
             "EDGE=t % block_n != 0 and",
             "EDGE=False and",
