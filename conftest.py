@@ -25,7 +25,7 @@ def pytest_configure(config):
         config.args[:] = [str(config.rootpath / "benchmarks")]
     elif not config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Level 0: most of the time goes into compiling programs that run once.
+        # At level 0, because most of the time goes into compiling programs that run once.
         flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
         os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *flags])
     # Compiled kernels remember the paths of their sources: a cache that other checkouts write to would give theirs.

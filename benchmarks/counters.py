@@ -1,7 +1,7 @@
 """What the hardware counts while row ops run: ``python -m benchmarks.counters``. Needs Nsight Compute (``ncu``) and leave to count.
 
-For the cases below, kernel by kernel: bytes read from and written to memory and moved by the L2 cache; how full the
-multiprocessors are; and what warps wait for. Writes JSON under benchmarks/results.
+It counts, for the cases below and kernel by kernel, the bytes read from and written to memory and moved by the L2 cache, how full
+the multiprocessors are, and what warps wait for. It writes JSON under benchmarks/results.
 """
 
 import csv
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _row(op: str, r: int, n: int, name: str, kernel: dict) -> dict:
-    """What is recorded of a launch, and printed."""
+    """The row that is recorded and printed of a launch."""
     arrays = [kernel[k] / (2 * r * n) for k in ("read", "written", "l2_bytes")]
     waits = sorted(((kernel[f"stall_{s}"], s) for s in STALLS), reverse=True)[:3]
     print(

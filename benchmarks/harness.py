@@ -1,7 +1,7 @@
 """Timing on a GPU: device time by CUPTI, interleaved rounds, inputs that rotate past the caches, ceilings of the same run.
 
-All implementations of a case are measured together, round by round, so that clocks and temperature are the same for all. Each
-gets the same random inputs, several copies of them in turn, so that none finds its operands in the L2 cache.
+All implementations of a case are measured together, round by round, so that clocks and temperature are the same for all. Each gets
+the same random inputs, as several copies in turn, so that none finds its operands in the L2 cache.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def device_seconds(f: Callable, args: tuple) -> float:
 
 
 def copies(make: Callable[[int], tuple]) -> list[tuple]:
-    """Enough draws of a case's operands that going round them does not fit the L2 cache; at least two."""
+    """Enough draws of a case's operands that a round of them does not fit in the L2 cache; at least two."""
     first = make(0)
     size = sum(x.nbytes for x in jax.tree.leaves(first))
     return [first, *(make(i) for i in range(1, max(2, min(16, -(-MIN_ROTATION_BYTES // max(size, 1))))))]
@@ -69,7 +69,7 @@ def copy_speed(nbytes: int) -> float:
     n = max(nbytes // 2 // 4, 1)
     make = lambda seed: (jax.random.normal(jax.random.key(seed), (n,), jnp.float32),)
     copy = lambda: measure({"copy": lambda x: jax.lax.optimization_barrier(x) + 1.0}, make)["copy"].median
-    return 2 * 4 * n / min(copy(), copy())  # a ceiling that something disturbed would flatter all that is measured against it
+    return 2 * 4 * n / min(copy(), copy())  # a ceiling that was disturbed would flatter all that is measured against it
 
 
 @functools.cache

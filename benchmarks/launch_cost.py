@@ -1,8 +1,8 @@
 """What a launch costs the host, by launch path: ``python -m benchmarks.launch_cost``.
 
-A chain of 200 small kernels in one jitted program, timed from call to completion and divided by 200: XLA's own fusion, and a
-Triton kernel of the same maths by each path, with the CUDA graphs that XLA makes by default and without. A second kernel has
-much text, a third one takes tensor descriptors. Values are checked; the record is written under benchmarks/results.
+It times a chain of 200 small kernels in one jitted program, from call to completion, and divides by 200: XLA's own fusion, and a
+Triton kernel of the same maths by each path, with the CUDA graphs that XLA makes by default and without. A second kernel has much
+text, a third one takes tensor descriptors. Values are checked; the record is written under benchmarks/results.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def step_kernel(x_ptr, o_ptr, n, BLOCK: tl.constexpr = 1024):
 
 @triton.jit
 def long_step_kernel(x_ptr, o_ptr, n, BLOCK: tl.constexpr = 1024):
-    """The same, in much text: the sines are never needed."""
+    """The same step in much text: the sines are never needed."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < n)
     for j in tl.static_range(4):

@@ -1,6 +1,6 @@
-"""What lowering costs: ``python -m benchmarks.lowering_time``; writes a record under benchmarks/results.
+"""What lowering costs: ``python -m benchmarks.lowering_time`` writes a record under benchmarks/results.
 
-Times ``jax.jit(f).trace().lower()`` of the train step of a 24-layer transformer of jtops ops in a process that finds no
+It times ``jax.jit(f).trace().lower()`` of the train step of a 24-layer transformer of jtops ops in a process that finds no
 compiled kernels, and in a second one that finds them on disk; and the compilation of all configs of one tuned kernel, one after
 the other and in threads. Without a GPU it lowers for sm_90, which takes the same path.
 """
@@ -86,7 +86,7 @@ def one_config(config):
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children (ptxas): what a busy machine does not stretch."""
+    """The CPU time of this process and its children (ptxas), which a busy machine does not stretch."""
     return sum(os.times()[:4])
 
 
@@ -107,7 +107,7 @@ def work(what: str) -> dict:
 
 
 def measured(what: str, folder: Path) -> dict:
-    """The same in a process of its own, whose compiled kernels lie in `folder`."""
+    """One measurement in a process of its own, whose compiled kernels lie in `folder`."""
     env = os.environ | {"TRITON_CACHE_DIR": str(folder), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", "benchmarks.lowering_time", what]
     run = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)

@@ -32,7 +32,7 @@ def _flash_attention_3(q, k, v, *, causal=False):
 
 
 def _plain_matmul(a, b, bias=None, residual=None, *, activation=None):
-    """As one writes it: the product rounded to its dtype, and the rest fused by XLA as far as it goes."""
+    """The op as one writes it: the product is rounded to its dtype, and XLA fuses the rest as far as it can."""
 
     def f(a, b, bias=None, residual=None):
         y = jnp.matmul(a, b, precision="highest")
@@ -44,7 +44,7 @@ def _plain_matmul(a, b, bias=None, residual=None, *, activation=None):
 
 
 def _plain_glu(x, w_gate, w_up, *, activation="silu"):
-    """As one writes it: both products rounded to their dtype before they meet."""
+    """The op as one writes it: both products are rounded to their dtype before they meet."""
 
     def f(x, w_gate, w_up):
         gate, up = (jnp.matmul(x, w, precision="highest") for w in (w_gate, w_up))

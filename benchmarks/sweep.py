@@ -1,7 +1,7 @@
 """Row ops over their width: ``python -m benchmarks.sweep``. Shares of a copy's speed for 64 to 262144 features, jtops and XLA.
 
-Forward, and what the gradients add to it. The ceiling is a copy of as many bytes in the same run. Ends with a table of all that was
-measured, and writes JSON and a picture under benchmarks/results.
+It measures the forward, and what the gradients add to it. The ceiling is a copy of as many bytes in the same run. It ends with a
+table of all that was measured, and writes JSON and a picture under benchmarks/results.
 """
 
 import concurrent.futures
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 
 def rows_of(n: int) -> int:
-    """2^25 elements and more; 8192 rows from 4096 features on, fewer of the longest."""
+    """The number of rows: 2^25 elements and more; 8192 rows from 4096 features on, fewer of the longest."""
     return 2**25 // n if n <= 4096 else 8192 if n <= 50257 else 2**29 // n
 
 
@@ -51,7 +51,7 @@ def operands(op: str, r: int, n: int, dtype: str, seed: int, cotangent: bool) ->
 
 
 def programs(op: str, r: int, n: int, dtype: str) -> dict:
-    """Compiled: (implementation, with gradients) -> program. In any thread."""
+    """The compiled programs by (implementation, with gradients); any thread may make them."""
     options = {"axis": -1} if op == "logsumexp" else {}
     made = {}
     for name, implementation in (("jtops", "triton"), ("xla", "xla")):

@@ -1,8 +1,8 @@
 """flash_attention against its peers over the shapes of real models: ``pytest --benchmark -k attention_table -s``.
 
-Needs a GPU; of cuDNN, FlashAttention-3 and tokamax it takes what is installed. Forward, and all passes of the backward alone, by
-device time of interleaved rounds. Results are compared with the first peer's before they are timed. Ends with a table, a record and
-a picture.
+It needs a GPU, and takes what is installed of cuDNN, FlashAttention-3 and tokamax. It measures the forward, and all passes of the
+backward alone, by device time of interleaved rounds. Results are compared with the first peer's before they are timed. It ends with
+a table, a record and a picture.
 """
 
 import concurrent.futures
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def options(self) -> dict:
-        """What peers that have it are asked for."""
+        """The options that peers are asked for, if they have them."""
         return {"causal": self.causal} | ({"window": self.window} if self.window else {})
 
     def operands(self) -> tuple:
@@ -50,7 +50,7 @@ class Shape:
         return tuple(jax.random.normal(jax.random.key(i), shape, self.dtype) for i, shape in enumerate(shapes))
 
     def flops(self) -> int:
-        """Of the forward: two products over the keys that each query sees."""
+        """The operations of the forward: two products over the keys that each query sees."""
         t = self.t or self.s
         shift = t - self.s if self.causal == "bottom_right" else 0
         left, right = self.window or (None, None)
@@ -101,7 +101,7 @@ def implementations(shape: Shape) -> dict:
 
 
 def prepared(shape: Shape) -> dict[tuple[str, str], tuple]:
-    """(implementation, way) -> compiled program and its operands: the forward, and the backward alone."""
+    """The compiled programs and their operands by (implementation, way): the forward, and the backward alone."""
     q, k, v = shape.operands()
     do = jax.random.normal(jax.random.key(9), q.shape, q.dtype)
     programs = {}

@@ -1,6 +1,7 @@
 """Every op x its real sizes x {jtops, XLA, peers} x {forward, forward and backward}: ``pytest --benchmark``.
 
-Needs a GPU. Each case is checked for right values first. Ends with a table, and writes JSON and a picture under benchmarks/results.
+It needs a GPU, and checks each case for right values first. It ends with a table, and writes JSON and a picture under
+benchmarks/results.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ rows: list[dict] = []  # one per measured line of the table
 
 
 class OnDevice:
-    """What drawers ask of a NumPy generator; normal numbers, of which there are many, are made on the device."""
+    """The part of a NumPy generator that drawers use; normal numbers, of which there are many, are made on the device."""
 
     def __init__(self, seed):
         self.keys = iter(jax.random.split(jax.random.key(seed), 16))

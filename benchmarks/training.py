@@ -1,6 +1,7 @@
 """Train a language model of about 100 M parameters by Triton kernels and by XLA, and compare: ``python -m benchmarks.training``.
 
-Same seed, same data in the same order. Writes tokens per second, both validation curves and a picture under benchmarks/results.
+Both have the same seed, and the same data in the same order. It writes tokens per second, both validation curves and a picture
+under benchmarks/results.
 """
 
 import json
@@ -19,7 +20,7 @@ SIZES = {"layers": 14, "width": 768, "heads": 12, "length": 1024, "batch": 32, "
 
 
 def train(implementation: str, folder: Path) -> dict:
-    """One run of the example; -> its figures."""
+    """Run the example once; return its figures."""
     figures = folder / f"{implementation}.json"
     command = [
         sys.executable,

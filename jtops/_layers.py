@@ -64,7 +64,7 @@ def _no_kernel(*dtypes: Any) -> str | None:
 
 
 def _at_least_16_bits(dtype: Any) -> Any:
-    """float32 for floats of 8 bits, which have no kernel and promote to nothing; every other dtype as it is."""
+    """Replace floats of 8 bits, which have no kernel and promote to nothing, by float32; every other dtype stays as it is."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1 else dtype
 
 

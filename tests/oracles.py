@@ -1,8 +1,8 @@
 """The truth about every op: NumPy, float64, written from the docstrings' maths and from nothing else.
 
 ``op(*operands, **options)`` gives the result; ``op_vjp(*operands, g=cotangent, **options)`` the gradients, in the order of its
-parameters, None where an operand is absent or not floating; parameters past the last gradient are no floating operands. An op of
-several results has a tuple of them, and of their cotangents.
+parameters, None where an operand is absent or not floating; parameters past the last gradient are no floating operands. An op with
+several results returns a tuple of them, and takes a tuple of their cotangents.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING show runs as it stands there."""
+"""The code that README and CONTRIBUTING show runs as it stands there."""
 
 import doctest
 import re

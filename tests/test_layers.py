@@ -1,4 +1,4 @@
-"""What no op serves Flax computes, on CPU and GPU alike, says so, and is refused where one asks for kernels alone."""
+"""Flax computes calls that no op serves, on CPU and GPU alike; it says so, and is refused where one asks for kernels alone."""
 
 import flax.linen as fnn
 import jax

@@ -1,4 +1,4 @@
-"""jtops.nnx against flax.nnx: the same parameters bit for bit, the same results but for rounding, the ops where they serve."""
+"""jtops.nnx against flax.nnx: the same parameters bit for bit, the same results up to rounding, and ops where they serve."""
 
 import functools
 import inspect

@@ -148,9 +148,9 @@ def source_of(kernel, signature: dict[str, Any], constants: dict[tuple, Any], al
     """What `compile_source` compiles: a kernel for parameters of these types.
 
     Args:
-      kernel: of Triton or Gluon.
+      kernel: a kernel of Triton or Gluon.
       signature: Triton's type of each parameter, "constexpr" for a constant, a tuple of these for a tuple.
-      constants: by path of the parameter, as are those that are `aligned` to 16.
+      constants: values by path of the parameter; `aligned` has the paths of those that are aligned to 16.
       key: what tells the kernel from others beside what Triton sees of it.
     """
     kind = GluonASTSource if is_gluon(kernel) else ASTSource
@@ -208,7 +208,7 @@ def kernel_key(kernel) -> str:
 
 
 def _without_placeholders(kernel) -> None:
-    """Of a kernel whose key Triton could not find it keeps a placeholder, and of its helpers, and would take it for the key."""
+    """Remove the placeholders that Triton keeps, and would take for keys, where it found no key of a kernel or its helpers."""
     if str(kernel.hash).startswith("recursion:"):
         kernel.hash = None
         for value in kernel.get_capture_scope().values():
@@ -217,7 +217,7 @@ def _without_placeholders(kernel) -> None:
 
 
 def may_be_read(value) -> bool:
-    """May a compiled kernel read a global of this value? Triton's rule: constants, kernels, modules, types, and what is its own."""
+    """Whether a compiled kernel may read a global of this value: a constant, kernel, module, type, or Triton's own object."""
     ours = getattr(value, "__triton_builtin__", False) or getattr(value, "__triton_aggregate__", False)
     module = getattr(value, "__module__", None)
     of_triton = isinstance(module, str) and module.startswith(("triton.language", "triton.experimental.gluon.language"))
@@ -239,7 +239,7 @@ def cache_manager(key: str) -> Any:
 
 
 def cache_directory() -> str:
-    """Where Triton's disk cache is."""
+    """The directory of Triton's disk cache."""
     return triton.knobs.cache.dir
 
 

@@ -46,7 +46,7 @@ def triton_call(
 
     Args:
       *args: arrays and Refs (passed as pointers, row-major, 16-byte aligned), numbers (baked into the launch), constexpr values,
-        and tuples of these, which the kernel gets as tuples, NamedTuples with their fields. In a tuple a ``tl.constexpr``, a
+        and tuples of these, which the kernel gets as tuples, and NamedTuples with their fields. In a tuple a ``tl.constexpr``, a
         boolean, a string and None are constants.
       kernel: a ``@triton.jit`` or ``@gluon.jit`` function, or one under ``@triton.autotune`` or ``@triton.heuristics``: then one
         config is settled while tracing (`jtops.core.tuning.settle`); what the call itself gives overrules both.
@@ -63,7 +63,7 @@ def triton_call(
       backend_options: further options of Triton's compiler by name, such as ``enable_fp_fusion`` or ``maxnreg``.
       input_output_aliases: ``{operand: output}``: that output is that operand, changed by the kernel through the operand's pointer;
         it has no parameter of its own. Operands are counted over the parameters that are not constexpr, tuples flattened,
-        numbers included; outputs over the leaves of `out_type`. Not together with Refs.
+        numbers included; outputs over the leaves of `out_type`. Refs cannot be given beside it.
       zeroed_outputs: indices of outputs to set to zero before each launch, aliased ones included; or a function from a dict as for
         `grid` to those.
       interpret: run the kernel with NumPy on the host. None: if ``jtops.config.implementation`` says so.

@@ -25,7 +25,7 @@ class TensorDescriptor:
     Args:
       base: array, or for an output anything with ``.shape`` and ``.dtype``.
       shape: sizes seen by the kernel, rank 1 to 5; need not be the array's own, but must stay inside it.
-      strides: in elements; the last is 1, the others multiples of 16 bytes.
+      strides: counted in elements; the last is 1, the others multiples of 16 bytes.
       block_shape: powers of two.
       layout: shared-memory layout, for Gluon kernels alone; None: Gluon's default for the block and dtype.
       padding: "zero", or "nan" for floating dtypes.

@@ -72,7 +72,7 @@ class Target:
 
     @property
     def gpu_target(self):
-        """Triton's own record."""
+        """Triton's own record of the target."""
         if self.platform == "cuda":
             return triton_compat.GPUTarget("cuda", self.arch, 32)
         return triton_compat.GPUTarget("hip", self.arch, 64 if str(self.arch).startswith("gfx9") else 32)

@@ -51,7 +51,7 @@ class Output:
 
 
 def _same_number(value: Any) -> Any:
-    """A key that is equal where a kernel cannot tell constants apart: Python has 0.0 == -0.0, 1 == 1.0 == True, no equal NaN."""
+    """A key, equal where a kernel cannot tell constants apart: Python has 0.0 == -0.0, 1 == 1.0 == True, and no equal NaN."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_same_number, value))
     return type(value), str(value) if isinstance(value, float | np.floating) else value
@@ -134,7 +134,7 @@ def _leaves(path, name, param):
 
 
 def told(given: Iterable[tuple[str, str]]) -> str:
-    """For errors: what each parameter of a kernel was given, by name."""
+    """The words of errors for what each parameter of a kernel was given, by name."""
     given = list(given)
     loads = any(text.startswith(("array", "*")) for _, text in given)
     advice = " (An array is a pointer in a kernel, one without dims too: tl.load(p) is its number.)" if loads else ""

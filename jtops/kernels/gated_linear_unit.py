@@ -136,7 +136,7 @@ def gated_linear_unit(
       w_up: [k, n].
       activation: "silu" (SwiGLU), "gelu" (by tanh, as jax.nn.gelu; GEGLU), "gelu_exact" (by erf), "sigmoid" (GLU), "relu", "tanh",
         or None (bilinear).
-      precision: of products of float32; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
+      precision: accuracy of float32 products; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       preferred_element_type: floating dtype of the result. None: the (promoted) dtype of the operands.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_M``, ``BLOCK_N`` and ``BLOCK_K`` of all products, also of the gradients. None: chosen by size, dtype

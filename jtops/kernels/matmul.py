@@ -3,9 +3,9 @@
 Bound by the tensor cores for large shapes, by reading b for few rows. The backward is two products of the same kernel, which reads
 either operand transposed, and one pass over the cotangent that applies the activation's derivative and sums it for the bias.
 
-What the backward needs of the forward is z = a @ b + bias, and only if there is an activation. It is saved, in the dtype of the
+The backward needs z = a @ b + bias of the forward, and only if there is an activation. It is saved, in the dtype of the
 result: computing it again would add half of the backward's products to save what plain JAX code keeps as well. Rematerialisation
-  does just that: under ``jax.checkpoint`` the saved value is ``matmul_residual``.
+does just that: under ``jax.checkpoint`` the saved value is ``matmul_residual``.
 """
 
 from typing import Any, NamedTuple
@@ -155,8 +155,8 @@ def matmul(
       b: [..., k, n], or [k], one column. If its dtype differs from that of `a`, both are promoted as jnp.matmul does.
       bias: [n], of any floating dtype.
       activation: None, "relu", "gelu" (by tanh, as jax.nn.gelu), "gelu_exact" (by erf), "silu", "sigmoid" or "tanh".
-      residual: of the result's shape and any floating dtype; added after the activation.
-      precision: of products of float32; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
+      residual: array of the result's shape and any floating dtype; added after the activation.
+      precision: accuracy of float32 products; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       preferred_element_type: floating dtype of the result. None: the (promoted) dtype of `a` and `b`.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
       config: blocks ``BLOCK_M``, ``BLOCK_N`` and ``BLOCK_K`` of all products, also of the gradients. None: chosen by size, dtype

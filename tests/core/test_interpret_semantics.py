@@ -1,4 +1,4 @@
-"""What Python says in a kernel means what compiled Triton takes it to mean, by the interpreter here and by the GPU there."""
+"""Python's statements in a kernel mean what compiled Triton takes them to mean, by the interpreter here and by the GPU there."""
 
 import os
 import subprocess

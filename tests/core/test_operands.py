@@ -1,4 +1,4 @@
-"""What a kernel's parameters may be given: tuples, strings, constants anywhere, specialised or not; and what a call carries."""
+"""The values that a kernel's parameters take: tuples, strings, constants anywhere, specialised or not; and what a call carries."""
 
 import collections
 import functools

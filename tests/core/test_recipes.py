@@ -1,4 +1,4 @@
-"""Whole small programs, as users write them: each is a pattern that people bring from other bridges. Run by the interpreter."""
+"""Whole small programs, as users write them: each is a pattern that people bring from other bridges. The interpreter runs them."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""Rows shared by the programs of a cluster: right on the GPU for every op and size of cluster, refused where there are none."""
+"""Rows that programs of a cluster share: right on the GPU for every op and size of cluster, refused where there are none."""
 
 import dataclasses
 

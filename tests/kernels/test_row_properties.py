@@ -1,7 +1,7 @@
 """Properties of the row ops over random shapes, axes, dtypes, masks, tiles and values: the reference and the kernels, interpreted.
 
 The rule is that of `tests.numerics`, element by element: an error may be a few eps of the terms that are added up to the element,
-which for what cancels are larger than it. No reference excuses a kernel here.
+which are larger than an element whose terms cancel. No reference excuses a kernel here.
 """
 
 import functools

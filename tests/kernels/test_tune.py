@@ -1,4 +1,4 @@
-"""jtops.tune: which choices it finds, how it climbs, what it writes. Times are made up, but for those of the last test."""
+"""jtops.tune: which choices it finds, how it climbs, what it writes. Times are made up, except those of the last test."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Tables of tuned configs: which is asked, what of it is taken, what damage does."""
+"""Tables of tuned configs: which one is asked, what is taken from it, what damage does."""
 
 import functools
 import itertools

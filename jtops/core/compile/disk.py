@@ -1,8 +1,8 @@
 """Compiled kernels between processes: Triton's own disk cache, whose entries are sealed here.
 
-Triton's cache writes each file whole or not at all, so processes may share a directory and may be killed. What it does not
-notice is a file that was damaged later: each entry we make is sealed with checksums, and one that does not match is made anew.
-The directory is ``TRITON_CACHE_DIR``, read at each compilation.
+Triton's cache writes each file whole or not at all, so processes may share a directory and may be killed. It does not notice a file
+that was damaged later, so each entry we make is sealed with checksums, and one that does not match is made anew. The directory is
+``TRITON_CACHE_DIR``, read at each compilation.
 """
 
 import hashlib

@@ -98,7 +98,7 @@ def _handler(frame_pointer):
 
 
 class _Running(threading.Condition):
-    """How many handlers run at this moment."""
+    """The number of handlers that run at this moment."""
 
     count = 0
 

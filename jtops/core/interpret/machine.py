@@ -96,7 +96,7 @@ class Memory:
         return which
 
     def _pieces(self, addresses, which, dtype):
-        """For each buffer that is met: its elements, which accesses meet it, and at what index."""
+        """The buffers that accesses meet: for each its elements, which accesses meet it, and at what index."""
         for b in np.unique(which):
             there = which == b
             offset = (addresses[there] - self.starts[b]).astype(np.int64)

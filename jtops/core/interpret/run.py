@@ -70,7 +70,7 @@ def _machine() -> "_Machine":
 
 
 class _Machine(Language):
-    """Triton's language bound to NumPy. One per process; what belongs to a run lives in thread-local `state`."""
+    """Triton's language bound to NumPy. There is one per process; what belongs to a run lives in thread-local `state`."""
 
     def __init__(self):
         tl, base = triton_compat.tl, triton_compat.load_interpreter_module()

@@ -30,7 +30,7 @@ def checked_aliases(kernel, aliases: Mapping[int, int] | None, outs, given) -> d
 
 
 def alias_pairs(kernel, aliases: dict[int, int], operands: Bound, arrays, outs) -> tuple[tuple[int, int], ...]:
-    """(array, output) for every alias; `operands` are the bound parameters that were given and are not constexpr.
+    """The pair (array, output) of every alias; `operands` are the bound parameters that were given and are not constexpr.
 
     Raises:
       ValueError: no such operand, one that is no array, one Ref given twice, or a shape or dtype that differs from the output's.

@@ -1,8 +1,8 @@
 """The quick launch: XLA's own call of a PTX kernel, at about half the host cost of jaxlib's Triton call.
 
-It knows buffers alone: operands, then results. So the numbers of a launch become immediates of the kernel's text, and the
-parameters that Triton adds for scratch memory, which most kernels never read, leave its signature. What is left over is a
-pure function of the call, as the other path's record is.
+It knows only buffers: operands, then results. So the numbers of a launch become immediates of the kernel's text, and the parameters
+that Triton adds for scratch memory, which most kernels never read, leave its signature. The text is a pure function of the call,
+as the other path's record is.
 """
 
 import json

@@ -12,7 +12,9 @@ from jtops.core.types import Bound
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Everything about a call but its arrays. Hashable: it is the primitive's one parameter, and part of JAX's cache keys."""
+    """Everything about a call but its arrays. It is hashable, because it is the primitive's one parameter and part of JAX's cache
+    keys.
+    """
 
     kernel: Any = dataclasses.field(hash=False)  # compared by identity; Triton's hash of it would parse its source each time
     bound: Bound

@@ -1,4 +1,4 @@
-"""What a caller of triton_call asks for."""
+"""The record of what a caller of triton_call asks for."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -154,7 +154,7 @@ def get_or_create_triton_kernel(
       fn: a ``@triton.jit`` function.
       arg_dtypes: Triton types of the parameters that `metaparams` leaves, in order: ``*fp32``, ``i32`` ...
       scalar_args: (number among those parameters, type, value) of every one that is no array.
-      device, compute_capability: for `backend_init_func`.
+      device, compute_capability: arguments of `backend_init_func`.
       num_warps, num_stages, num_ctas, enable_fp_fusion: as for `triton_call`.
       metaparams: constexpr parameters by name.
       dump: print the intermediate texts.

@@ -1,4 +1,4 @@
-"""How a call whose code is one device's meets a mesh: one decision, two ways to carry it out.
+"""How a call whose code is one device's runs on a mesh: one decision, and two ways to carry it out.
 
 Manual axes (the body of a shard_map) need nothing: the call is local. On a mesh whose axes are all explicit, shardings are part of
 the types, so a plain shard_map does: its text is deterministic, exportable and cacheable. On automatic axes only XLA's partitioner

@@ -1,4 +1,4 @@
-"""SPEC of flash attention."""
+"""The SPEC of flash attention."""
 
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.spec import Case, Meshed, Spec, ids, lengths, normal

@@ -93,10 +93,10 @@ def flash_attention(
     """``softmax(scale * q k^T + mask) v`` for each head, without ever writing the matrix of scores.
 
     Query head i reads key/value head ``i // (h / g)``. Scores, their softmax and all sums are float32. All masks hold together. A
-    query that may see no key gives 0, lse -inf and no gradient. What lies at or past `kv_lengths` and `q_lengths`, or has a
-    negative segment id, never leaks, whatever it holds. Everything has the same bits every time, except that the
-    gradient of q may differ in its last ones on Hopper GPUs, unless `deterministic`. Forward-mode and second
-    derivatives take the reference, whose memory grows with s * t.
+    query that may see no key gives 0, lse -inf and no gradient. Elements at or past `kv_lengths` and `q_lengths`, or with a
+    negative segment id, never leak, whatever they hold. Everything has the same bits every time, except that the gradient of q may
+    differ in its last ones on Hopper GPUs, unless `deterministic`. Forward-mode and second derivatives take the reference, whose
+    memory grows with s * t.
 
     >>> q, k = jnp.ones((2, 128, 8, 64)), jnp.ones((2, 128, 2, 64))  # batch, length, heads, head dim: four queries' heads a key's
     >>> v = jnp.arange(128.0)[:, None, None] * k
@@ -114,7 +114,7 @@ def flash_attention(
         seen by nothing. Ids and lengths are int32 or shorter.
       q_lengths, kv_lengths: how many queries and keys of each batch element count; all, where that is more than there are.
       scale: factor of the scores; None is ``1 / sqrt(d)``.
-      precision: of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
+      precision: accuracy of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       deterministic: True: the gradient of q is summed in one order, which makes the backward on Hopper GPUs up to a quarter
         slower. False: in any order. None is what ``jtops.config.deterministic`` says, else XLA's own flags, else False.
       return_lse: also return the log of the sum of the exponentials, float32 [..., s, h], differentiable.

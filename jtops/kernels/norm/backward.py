@@ -44,7 +44,7 @@ class Groups(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What each block of columns of a row has of sum(w) and sum(w x_hat), and how many there are."""
+    """The parts of sum(w) and sum(w x_hat) that each block of columns of a row has, and the number of blocks."""
 
     sum_w: Any
     sum_wx: Any

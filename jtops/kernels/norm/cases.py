@@ -1,4 +1,4 @@
-"""SPECs of the norms."""
+"""The SPECs of the norms."""
 
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.spec import Case, Meshed, Spec, normal

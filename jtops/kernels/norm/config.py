@@ -71,8 +71,8 @@ def backward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: in
             return Config(BLOCK_M=4, BLOCK_N=1024, PROGRAMS=near, num_warps=4, num_stages=stages(4096))
         if size and n <= 32768:
             tile = {"BLOCK_M": 1, "BLOCK_N": 4096, "PROGRAMS": _clusters(launch, size), "num_warps": 2 * itemsize}
-            return Config(**tile, num_stages=stages(2 * 4096), cluster_size=size)  # two share a multiprocessor
-        if size:  # one program does: as many run as in clusters of 16 where two share
+            return Config(**tile, num_stages=stages(2 * 4096), cluster_size=size)  # two programs share a multiprocessor
+        if size:  # one has a multiprocessor: then there are as many as of 16 with two
             tile = {"BLOCK_M": 1, "BLOCK_N": 8192, "PROGRAMS": _clusters(launch, 16), "num_warps": 16}
             return Config(**tile, num_stages=stages(8192), cluster_size=size)
         return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=4 * near, num_warps=8, num_stages=stages(4096))

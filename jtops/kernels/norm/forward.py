@@ -33,14 +33,14 @@ class Norm(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What is found first of each part of a long row: its mean, unless nothing is centred, and its sum of squared deviations."""
+    """The statistics of each part of a long row, found first: its mean, if rows are centred, and its sum of squared deviations."""
 
     means: Any
     squares: Any
 
 
 class Numbers(NamedTuple):
-    """What is added: to the variance, and to each element of scale."""
+    """The numbers that are added to the variance and to each element of scale."""
 
     epsilon: float
     scale_offset: float

@@ -106,7 +106,7 @@ def layer_norm(
 
     Args:
       x: floating array of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
-      scale, bias: of shape [n], of any floating dtype; None is ones and zeros, without the work.
+      scale, bias: arrays [n] of any floating dtype; None is ones and zeros, without the work.
       epsilon: added to the variance; a plain number.
       scale_offset: added to `scale`, for parameters stored around zero; unused without `scale`.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
@@ -148,7 +148,7 @@ def rms_norm(
 
     Args:
       x: floating array of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
-      scale: of shape [n], of any floating dtype; None is ones, without the work.
+      scale: array [n] of any floating dtype; None is ones, without the work.
       epsilon: added to the mean of squares; a plain number.
       scale_offset: added to `scale`, for parameters stored around zero; unused without `scale`.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
@@ -193,7 +193,7 @@ def add_layer_norm(
 
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
-      scale, bias: of shape [n], of any floating dtype; None is ones and zeros, without the work.
+      scale, bias: arrays [n] of any floating dtype; None is ones and zeros, without the work.
       epsilon: added to the variance; a plain number.
       scale_offset: added to `scale`, for parameters stored around zero; unused without `scale`.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.
@@ -238,7 +238,7 @@ def add_rms_norm(
 
     Args:
       x, residual: floating arrays of one shape, of at least one axis. Kernel dtypes: float32, bfloat16, float16; any length.
-      scale: of shape [n], of any floating dtype; None is ones, without the work.
+      scale: array [n] of any floating dtype; None is ones, without the work.
       epsilon: added to the mean of squares; a plain number.
       scale_offset: added to `scale`, for parameters stored around zero; unused without `scale`.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.

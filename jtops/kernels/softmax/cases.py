@@ -1,4 +1,4 @@
-"""SPECs of softmax, log_softmax and logsumexp."""
+"""The SPECs of softmax, log_softmax and logsumexp."""
 
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.spec import Case, Meshed, Spec, mask, normal

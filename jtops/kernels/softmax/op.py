@@ -95,7 +95,7 @@ def _merged(x, reduced: int, like):
 
 
 def as_rows(x):
-    """[b, n, i] as rows [b * i, n]; a copy only where i is more than 1."""
+    """Make [b, n, i] rows [b * i, n], which is a copy only where i is more than 1."""
     b, n, i = x.shape
     return (x if i == 1 else x.transpose(0, 2, 1)).reshape(b * i, n)
 

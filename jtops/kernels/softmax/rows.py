@@ -41,14 +41,14 @@ class Kept(NamedTuple):
 
 
 class Maxima(NamedTuple):
-    """What is found first of each part of a long row: its maximum and its sum of exp(x - maximum)."""
+    """The statistics of each part of a long row, found first: its maximum and its sum of exp(x - maximum)."""
 
     maxima: Any
     sums: Any
 
 
 class Totals(NamedTuple):
-    """What the backward finds first of each part of a long row: sums of y, for softmax alone, and of its weights."""
+    """The sums of each part of a long row that the backward finds first: of y, for softmax alone, and of its weights."""
 
     totals: Any
     weights: Any

@@ -118,7 +118,7 @@ class Launch:
         Args:
           heuristic: valid for every such problem.
           kernels: those that the config may launch; an entry that was measured with others is not taken.
-          arguments: by parameter, as for the launch; those that follow from the config itself come after.
+          arguments: the launch's arguments by parameter, without those that follow from the config itself.
           rounded, aligned: names of integers; ``mask.left`` is the field of a bundle.
           name: tells the choices of one stage apart, or makes one of two stages' that launch the same; the stage's by default.
             A variant's name comes before it.

@@ -107,9 +107,9 @@ def fused_op(
       forward: launcher ``(launch, x) -> results``, plus residuals if ``launch.residuals``.
       backward: launcher ``(launch, x, saved, cotangents) -> gradients``, one per operand of the caller's; None where not
         ``launch.wanted``. A cotangent is None where that result has none. A gradient may be float32 and may have the call's batch
-        rows in place of its operand's own: casting and summing come after, also over devices. In place of a launcher, None: the
-        derivative is the reference's; or `refused`.
-        Either stage may have several `Variant`s in place of one launcher: each call takes the first that fits.
+        rows in place of its operand's own: casting and summing come after, also over devices. In place of a launcher stands None,
+        if the derivative is the reference's, or `refused`. Either stage may have several `Variant`s in place of one launcher: each
+        call takes the first that fits.
       limits: ``(*operands, **options) -> reason | None``: why this legal call has no kernel. It may look at dtypes and the last
         axes alone: it is asked again when the program is lowered, of types with more batch axes.
       blocks: names of the block sizes that a `Config` of this op must have; variants have their own.

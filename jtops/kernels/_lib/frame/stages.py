@@ -32,7 +32,7 @@ class Names:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Op:
-    """What an op file gives to `fused_op`. Hashed by identity: it travels as a static parameter."""
+    """What an op file gives to `fused_op`. It is hashed by identity, since it travels as a static parameter."""
 
     name: str
     rule: AxisRule

@@ -151,7 +151,7 @@ def product_kernel(
     """One program: the tile that SCHEDULE gives it, of one or two sums over all terms; EPILOGUE makes c, and d, of them.
 
     PARTS is 2 if the epilogue shall see the left and the right half of the tile one after the other: some epilogues hold so much
-      beside the sums that the largest tile would spill.
+    beside the sums that the largest tile would spill.
     """
     tile = SCHEDULE(tl.program_id(0), problem, work, BLOCK_M, BLOCK_N)
     offs_m = tile.m + tl.arange(0, BLOCK_M)
@@ -182,7 +182,7 @@ _WORTH_PADDING = 64  # least size in every direction
 
 
 class Epilogue(NamedTuple):
-    """What becomes of the sums.
+    """The epilogue of a product: what becomes of the sums.
 
     `kernel(sums, arguments, c_ptr, d_ptr, place)` is jitted; `arguments` is a NamedTuple or None. `plain` does the same to whole
     float32 sums [batch, m, n] in jax.numpy, where k was split. `heavy` says that it holds much beside the sums.
@@ -205,7 +205,7 @@ def product(
     epilogue: Epilogue = STORE,
     name: str = "",
 ) -> tuple[jax.Array, ...]:
-    """What `epilogue` makes of the sums of `terms`, in one launch: one or two arrays [batch, m, n] of these dtypes.
+    """Apply `epilogue` to the sums of `terms`, in one launch: one or two arrays [batch, m, n] of these dtypes.
 
     Where k is split, XLA completes the sums and applies the epilogue: two stages, and the same order every time.
     """

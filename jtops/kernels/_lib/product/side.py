@@ -12,7 +12,7 @@ from jtops.kernels._lib.frame.launch import Rows
 
 
 class Side(NamedTuple):
-    """What a kernel is told of an operand. It never reads between lines: what a line holds past the matrix is 0.
+    """What a kernel is told of an operand. It never reads between lines: elements of a line past the matrix are 0.
 
     `lines` of a matrix follow each other, each of `length` elements. `layout` says what a line is of the matrix that the product
     sees: "rows" or "columns". `masked` says which ends of it cut a tile: "rows", "columns", "both" or "none".
@@ -120,13 +120,13 @@ def pointers(side, batch, rows, columns):
 
 @triton.jit
 def step_down(side, ROWS: tl.constexpr):
-    """From a tile's pointers to those of the tile below it."""
+    """Step from a tile's pointers to those of the tile below it."""
     return ROWS * (1 if side.layout == "columns" else tl.full((), 1, tl.int64) * side.length)
 
 
 @triton.jit
 def step_right(side, COLUMNS: tl.constexpr):
-    """From a tile's pointers to those of the tile on its right."""
+    """Step from a tile's pointers to those of the tile on its right."""
     return COLUMNS * (tl.full((), 1, tl.int64) * side.length if side.layout == "columns" else 1)
 
 

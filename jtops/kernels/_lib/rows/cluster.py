@@ -1,8 +1,8 @@
 """Programs that share a row: a thread block cluster of up to 8 neighbours, whose members tell each other two numbers at a time.
 
 Each member writes into the shared memory of all others, and a barrier there counts what has come: nobody waits for the memory of
-  the whole GPU. Clusters exist from sm_90 on; a kernel that uses this is launched with ``cluster_size``. PTX ISA, st.async and
-  mbarrier.
+the whole GPU. Clusters exist from sm_90 on; a kernel that uses this is launched with ``cluster_size``. PTX ISA, st.async and
+mbarrier.
 """
 
 from jtops._compat.triton import tl, triton
