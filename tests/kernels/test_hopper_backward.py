@@ -105,7 +105,7 @@ def test_machine_code(d, g, dtype, window, deterministic):
     for loop in loops:
         assert loop["LDL"] == loop["STL"] == loop["R2UR"] == 0, loop
         assert loop["MUFU"] == (32 if d == 128 else 64)  # one exponential a score
-        assert loop.total() <= {128: (385, 445, 475), 64: (575, 670, 745)}[d][len(window)]
+        assert loop.total() <= {128: (385, 445, 475), 64: (575, 675, 745)}[d][len(window)]
     assert main.triton_kernel.metadata.shared <= Target.parse("sm_90").max_shared_bytes
     for kernel in (before, after):
         assert "0 bytes spill stores" in machine_code(kernel)[0]

@@ -205,9 +205,17 @@ class Work:
 
 @gluon.jit
 def work_of(
-    program, programs, shape, window, shift, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, DETERMINISTIC: gl.constexpr,
-):  # fmt: skip
+    program,
+    programs,
+    shape,
+    window,
+    shift,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
+):
     """Which block of keys, and the tiles of queries that see any of it."""
     blocks = gl.cdiv(shape.t, BLOCK_N)
     start = gl.to_tensor(0)
@@ -292,8 +300,12 @@ def await_turn(turns_ptr, turn):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 x; again: ld.acquire.gpu.global.b32 x, [$1]; setp.ne.s32 p, x, $2; @p bra again; "
         "fence.proxy.async.global; mov.u32 $0, 0; }",
-        "=r,l,r,~{memory}", [ptrs, turns], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r,~{memory}",
+        [ptrs, turns],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -307,8 +319,12 @@ def end_turn(turns_ptr):
     named_barrier_sync(ADDED, 128)  # the thread that issued them is any
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.eq.s32 p, $2, 0; @p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }",
-        "=r,l,r,~{memory}", [(turns_ptr + thread * 0).to(gl.int64), thread], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r,~{memory}",
+        [(turns_ptr + thread * 0).to(gl.int64), thread],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -324,9 +340,7 @@ def turn_of(tile, work, t, window, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 
 
 @gluon.jit
-def mover(
-    inputs, turns_ptr, m, work, shape, rows, window, LEFT: gl.constexpr, RIGHT: gl.constexpr, DETERMINISTIC: gl.constexpr
-):  # fmt: skip
+def mover(inputs, turns_ptr, m, work, shape, rows, window, LEFT: gl.constexpr, RIGHT: gl.constexpr, DETERMINISTIC: gl.constexpr):
     """Loads two tiles ahead of the consumers, and adds to memory what they have made of dq."""
     BLOCK_M: gl.constexpr = m.q.shape[2]
     BLOCK_N: gl.constexpr = m.k.shape[2]
@@ -432,9 +446,20 @@ def masked(scores, past_last, past_first, first_query, LEFT: gl.constexpr, RIGHT
 
 @gluon.jit
 def add_tile(
-    dk, dv, step, tile, m, past_last, past_first, inside, scale2, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr,
+    dk,
+    dv,
+    step,
+    tile,
+    m,
+    past_last,
+    past_first,
+    inside,
+    scale2,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    EDGE: gl.constexpr,
     CONSUMER: gl.constexpr,
-):  # fmt: skip
+):
     """Adds what a tile of queries gives to dk and dv of the consumer's 64 keys; hands its half of the tile's dq to the mover."""
     BLOCK_M: gl.constexpr = m.q.shape[2]
     BLOCK_N: gl.constexpr = m.k.shape[2]
@@ -539,9 +564,19 @@ def store_part(x, desc, m, work, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    dk_desc, dv_desc, m, work, t, window, scale, scale2, LEFT: gl.constexpr, RIGHT: gl.constexpr, EDGE: gl.constexpr,
+    dk_desc,
+    dv_desc,
+    m,
+    work,
+    t,
+    window,
+    scale,
+    scale2,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    EDGE: gl.constexpr,
     CONSUMER: gl.constexpr,
-):  # fmt: skip
+):
     """Compute dk and dv of 64 keys: zero where no query sees any."""
     BLOCK_M: gl.constexpr = m.q.shape[2]
     BLOCK_N: gl.constexpr = m.k.shape[2]
@@ -574,10 +609,25 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["shape", "rows", "window"])  # one kernel for all sizes
 def backward_kernel(
-    inputs, turns_ptr, offset_ptr, dk_desc, dv_desc, shape, rows, window, scale, scale2,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr, EDGE: gl.constexpr, DETERMINISTIC: gl.constexpr,
-):  # fmt: skip
+    inputs,
+    turns_ptr,
+    offset_ptr,
+    dk_desc,
+    dv_desc,
+    shape,
+    rows,
+    window,
+    scale,
+    scale2,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    EDGE: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
+):
     """One program: dk and dv of a block of keys, and what it adds to dq.
 
     Blocks of dk and dv: [1, 64, 1, HEAD_DIM], of [batch, t, parts of groups, head dim]; in float32 where parts are to be added up.
@@ -587,17 +637,13 @@ def backward_kernel(
         shift = gl.load(offset_ptr)
     if BOTTOM_RIGHT:
         shift = shift + (shape.t - shape.q_size)
-    work = work_of(
-        gl.program_id(0), gl.num_programs(0), shape, window, shift, BLOCK_M, BLOCK_N, LEFT, RIGHT, DETERMINISTIC
-    )  # fmt: skip
+    work = work_of(gl.program_id(0), gl.num_programs(0), shape, window, shift, BLOCK_M, BLOCK_N, LEFT, RIGHT, DETERMINISTIC)
     dtype: gl.constexpr = inputs.q.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], inputs.q.layout)
     do = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], inputs.do.layout)
     k = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, HEAD_DIM], inputs.k.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, 1, HEAD_DIM], inputs.v.layout)
-    ds = gl.allocate_shared_memory(
-        dtype, [2, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
-    )  # fmt: skip
+    ds = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype))
     dq = gl.allocate_shared_memory(gl.float32, [2, 128, 32], inputs.sums.layout)
     lse = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], inputs.lse.layout)
     delta = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], inputs.delta.layout)
@@ -652,8 +698,9 @@ def unfit(launch: Launch, x) -> str | None:
 
 
 def parts_of(group: int, programs: int) -> int:
-    """The number of parts into which a group of heads is cut, of which `programs` have one each: the fewest, alike, that fill the
-    GPU.
+    """The number of parts, alike, into which a group of heads is cut: the fewest that fill the GPU.
+
+    `programs` have one part each.
     """
     sizes = [n for n in range(1, group) if group % n == 0]
     return next((n for n in sizes if n * programs >= 4 * MULTIPROCESSORS), group)

@@ -15,10 +15,21 @@ from jtops._compat.triton import tl, triton
 
 @triton.jit(do_not_specialize=["s", "h"])
 def preprocess_kernel(
-    out_ptr, do_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, sums_ptr, turns_ptr, s, h,
-    E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Compute delta = rowsum(do * out) - dlse, and lse in base 2; clears the sums of dq and the turns."""
+    out_ptr,
+    do_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse2_ptr,
+    delta_ptr,
+    sums_ptr,
+    turns_ptr,
+    s,
+    h,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Compute delta = rowsum(do * out) - dlse, and lse in base 2; clear the sums of dq and the turns."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(s, BLOCK_M)
     head = pid % h

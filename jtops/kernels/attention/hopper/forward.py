@@ -182,8 +182,19 @@ def load(operand, b, row, head, ring, i):
 
 
 @gluon.jit
-def mover(q, k, v, buffers, mask, sizes, counter,
-          WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, CUT: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
+def mover(
+    q,
+    k,
+    v,
+    buffers,
+    mask,
+    sizes,
+    counter,
+    WARPGROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    CUT: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+):
     """Loads, and draws tiles."""
     count = count_of_tiles(sizes, WARPGROUPS)
     t = gl.program_id(0)
@@ -314,8 +325,19 @@ def clear_beyond(v, rows):
 
 
 @gluon.jit
-def worker(out, lse_ptr, buffers, mask, sizes, scale2,
-           WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, CUT: gl.constexpr, DYNAMIC: gl.constexpr, W: gl.constexpr):  # fmt: skip
+def worker(
+    out,
+    lse_ptr,
+    buffers,
+    mask,
+    sizes,
+    scale2,
+    WARPGROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    CUT: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    W: gl.constexpr,
+):
     """Warpgroup W: its 64 queries of every tile."""
     dtype: gl.constexpr = out.dtype
     E: gl.constexpr = buffers.v.tiles.shape[4]
@@ -433,10 +455,24 @@ def worker(out, lse_ptr, buffers, mask, sizes, scale2,
 
 @gluon.jit(do_not_specialize=["q", "k", "v", "mask", "sizes"])  # one kernel for all sizes
 def forward_kernel(
-    q, k, v, mask, sizes, scale2, out, lse_ptr, counter,
-    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, AHEAD: gl.constexpr, CUT: gl.constexpr, DYNAMIC: gl.constexpr,
-    REGISTERS: gl.constexpr, MOVER_REGISTERS: gl.constexpr, num_stages: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    mask,
+    sizes,
+    scale2,
+    out,
+    lse_ptr,
+    counter,
+    WARPGROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    AHEAD: gl.constexpr,
+    CUT: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    MOVER_REGISTERS: gl.constexpr,
+    num_stages: gl.constexpr,
+):
     """See the module. `scale2` turns products into exponents of 2; `counter` is zero at the start."""
     dtype: gl.constexpr = q.array.dtype
     D: gl.constexpr = q.array.block_type.shape[3]
