@@ -466,12 +466,20 @@ MUTANTS: list[Mutant] = [
             'if source == "" and not table.current',
             _TABLES + "test_another_triton",
         ),
-        ("tables: a file that changed", "if known is None or known[0] != stamp:", "if known is None:", _TABLES + "test_order"),
         (
             "tables: any blocks",
             "if config.blocks.keys() != heuristic.blocks.keys():",
             "if not config.blocks:",
             _TABLES + "test_a_wrong_config_names_its_file",
+        ),
+    ),
+    *_mutants(
+        "core/tuning/table.py",
+        (
+            "tables: a file that changed",
+            "is None or known[0] != stamp:",
+            "is None:",
+            _TABLES + "test_order",
         ),
         (
             "tables: a writer loses another's",

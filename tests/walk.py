@@ -42,7 +42,12 @@ class Hollow(Memory):
     def __init__(self, inputs, outputs, names):
         place = iter(range(_APART, 1 << 62, _APART))
         made = lambda avals: [
-            SimpleNamespace(dtype=np.dtype(a.dtype), nbytes=a.size * np.dtype(a.dtype).itemsize, ctypes=SimpleNamespace(data=at))
+            SimpleNamespace(
+                shape=a.shape,
+                dtype=np.dtype(a.dtype),
+                nbytes=a.size * np.dtype(a.dtype).itemsize,
+                ctypes=SimpleNamespace(data=at),
+            )
             for a, at in zip(avals, place, strict=False)
         ]
         self.operands, self.results = made(inputs), made(outputs)
