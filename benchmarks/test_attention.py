@@ -170,7 +170,7 @@ def picture(path) -> None:
     ax.set_yticks([len(rows) - i for i in range(len(rows))], [r["shape"]["name"] for r in rows])
     ax.set(xlabel="speed over that of the best of cuDNN, FlashAttention-3 and tokamax", title=jax.devices()[0].device_kind)
     ax.margins(y=0.01)
-    ax.legend(loc="lower left")
+    fig.legend(loc="outside lower center", ncols=2)
     fig.savefig(path, dpi=120)
 
 
