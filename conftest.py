@@ -21,6 +21,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # Before anything imports jax.
+    if (config.getoption("--benchmark") or config.getoption("--gpu")) and not config.option.collectonly:
+        from benchmarks import machine
+
+        if (why := machine.lacks_gpu()) is not None:
+            pytest.exit(why, returncode=4)
     if config.getoption("--benchmark"):
         config.args[:] = [str(config.rootpath / "benchmarks")]
     elif not config.getoption("--gpu"):

@@ -83,6 +83,7 @@ def measure(path: str) -> None:
 def main(other: str) -> int:
     from benchmarks import machine
 
+    machine.need_gpu()
     here = Path(__file__).parent.parent
     samples: dict[str, dict[str, list[float]]] = {"before": {}, "after": {}}
     with tempfile.TemporaryDirectory() as folder:

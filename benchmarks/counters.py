@@ -60,6 +60,7 @@ def run() -> None:
 
 def main() -> None:
     """Count in a child process under ncu, and put the numbers together."""
+    machine.need_gpu()
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     command = ["ncu", "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS), "--kernel-name", r"regex:^_\w+_kernel$"]

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> int:
+    machine.need_gpu()
     workers = min(16, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -127,6 +127,7 @@ def main() -> int:
     if parser.parse_args().one:
         print(json.dumps(measure()))
         return 0
+    machine.need_gpu()
     runs = {"graphs": in_process(""), "no graphs": in_process("--xla_gpu_enable_command_buffer=")}
     over = {mode: {n: round(r["us"] / run["xla"]["us"], 3) for n, r in run.items()} for mode, run in runs.items()}
     met = {mode: min(over[mode]["ffi"], over[mode]["ptx"]) <= limit for mode, limit in TARGETS.items()}

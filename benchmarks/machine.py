@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,21 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def lacks_gpu() -> str | None:
+    """Why nothing can be measured on this machine; None if it has an NVIDIA GPU. JAX is not asked: it would take the memory."""
+    listed = (
+        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False) if shutil.which("nvidia-smi") else None
+    )
+    has = listed is not None and listed.returncode == 0 and listed.stdout.startswith("GPU")
+    return None if has else "This needs an NVIDIA GPU, and nvidia-smi lists none on this machine."
+
+
+def need_gpu() -> None:
+    """End the program with one line where there is no GPU."""
+    if (why := lacks_gpu()) is not None:
+        raise SystemExit(why)
 
 
 def commit() -> str | None:

@@ -121,6 +121,7 @@ def picture(rows: list[dict], path) -> None:
 
 def main() -> None:
     """Measure, print and write; programs are compiled ahead in threads."""
+    machine.need_gpu()
     rows: list[dict] = []
     about = machine.describe()
     path = machine.record_path("sweep", about)

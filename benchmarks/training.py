@@ -51,6 +51,7 @@ def picture(path: Path, runs: dict[str, dict]) -> None:
 
 
 def main() -> int:
+    machine.need_gpu()
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: train(name, Path(folder)) for name in ("triton", "xla")}
     about = machine.describe()
