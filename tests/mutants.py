@@ -176,25 +176,28 @@ MUTANTS: list[Mutant] = [
     ),
     # --------------------------------------------------------------------------------------- attention: Hopper's launchers
     *_mutants(
-        "kernels/attention/hopper/forward.py",
-        ("Hopper forward: any architecture", "launch.target.arch != 90", "launch.target.arch < 90", _REFUSED),
+        "kernels/attention/hopper/limits.py",
+        ("Hopper: any architecture", "launch.target.arch != 90", "launch.target.arch < 90", _REFUSED),
         (
-            "Hopper forward: heads of 32",
-            "32 < d <= 256 and 32 < e",
-            "32 <= d <= 256 and 32 <= e",
+            "Hopper: heads of 32",
+            "32 < d <= widest and 32 < e",
+            "32 <= d <= widest and 32 <= e",
             _HOST + "test_what_the_forward_refuses",
         ),
-        ("Hopper forward: odd value heads", "d % 8 == e % 8 == 0", "d % 8 == 0", _HOST + "test_what_the_forward_refuses"),
+        ("Hopper: odd value heads", "d % 8 == e % 8 == 0", "d % 8 == 0", _HOST + "test_what_the_forward_refuses"),
+        (
+            "Hopper: ids of keys",
+            "x.q_ids is not None or x.kv_ids is not None",
+            "x.q_ids is not None",
+            _HOST + "test_what_the_forward_refuses",
+        ),
+    ),
+    *_mutants(
+        "kernels/attention/hopper/forward.py",
         (
             "Hopper forward: infinite scale",
             "0 < scale < math.inf",
             "0 < scale <= math.inf",
-            _HOST + "test_what_the_forward_refuses",
-        ),
-        (
-            "Hopper forward: ids of keys",
-            "x.q_ids is not None or x.kv_ids is not None",
-            "x.q_ids is not None",
             _HOST + "test_what_the_forward_refuses",
         ),
         (

@@ -89,8 +89,9 @@ from jtops.core.descriptor import TensorDescriptor
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.device.rows import row
 from jtops.kernels._lib.frame.launch import Config, Launch
+from jtops.kernels.attention.hopper import limits
 from jtops.kernels.attention.hopper.backward_ends import postprocess_kernel, preprocess_kernel
-from jtops.kernels.attention.hopper.forward import head_block
+from jtops.kernels.attention.hopper.limits import head_block
 from jtops.kernels.attention.mask import mask_of
 
 LOG2E = 1.4426950408889634
@@ -676,20 +677,12 @@ def heuristic(head_dim: int) -> Config:
 
 def unfit(launch: Launch, x) -> str | None:
     """Why a call is not for these kernels; None if it is."""
-    (_, s, h, d), (_, t, _, e) = x.q.shape, x.v.shape
+    if (reason := limits.unfit(launch, x, 128)) is not None:
+        return reason
+    (_, s, h, d), t = x.q.shape, x.k.shape[1]
     lines = launch.batch * h * cdiv(s, 128) * 128
-    if launch.interpret:
-        return "the interpreter runs no Gluon kernels"
-    if launch.target.arch != 90:
-        return f"it is for sm_90; the target is {launch.target}"
-    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it is for bfloat16 and float16; q is {x.q.dtype}"
-    if not (32 < d <= 128 and 32 < e <= 128 and d % 8 == e % 8 == 0):
-        return f"head dims must be multiples of 8 from 40 to 128; got {d} and {e}"
-    if head_block(d) != head_block(e):
-        return f"head dims of k and v must fill one block; got {d} and {e}"
-    if x.q_ids is not None or x.q_lengths is not None or x.kv_lengths is not None:
-        return "it knows no segment ids and no lengths"
+    if x.q_lengths is not None or x.kv_lengths is not None:
+        return "it has no lengths"
     if max(s, t, launch.options["q_size"]) > _MAX_SIZE or lines * head_block(d) * 4 >= 1 << 38:
         return f"it counts in 32 bits; got {s} queries of {launch.batch} x {h} heads and {t} keys"
     if launch.config is not None and launch.config != heuristic(d):

@@ -55,6 +55,8 @@ from jtops.kernels._lib.frame.launch import Config, Launch
 from jtops.kernels._lib.hopper.accumulators import cut, rescale_rows
 from jtops.kernels._lib.hopper.pipeline import Ring, new_ring, release, tile_of, wait_empty, wait_full
 from jtops.kernels._lib.hopper.scheduler import draw, drawn, longest_first, new_queue, publish, take
+from jtops.kernels.attention.hopper import limits
+from jtops.kernels.attention.hopper.limits import head_block
 from jtops.kernels.attention.mask import Mask, Operand, mask_of
 
 LOG2E = 1.4426950408889634
@@ -506,29 +508,13 @@ def forward_kernel(
 # ------------------------------------------------------------------------------------------------------------- launching
 
 
-def head_block(d: int) -> int:
-    """The power of two that the tiles of a head of d have; TMA fills up with zeros."""
-    return max(64, next_power_of_2(d))
-
-
 def unfit(launch: Launch, x) -> str | None:
     """Why this kernel does not serve the call; None if it does."""
-    (_, s, h, d), (_, t, g, e) = x.q.shape, x.v.shape
-    scale = float(launch.options["scale"])
-    if launch.interpret:
-        return "Gluon kernels have no interpreter"
-    if launch.target.arch != 90:
-        return f"it is written for sm_90, not {launch.target}"
-    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it multiplies bfloat16 and float16, not {x.q.dtype}"
-    if not (32 < d <= 256 and 32 < e <= 256 and d % 8 == e % 8 == 0):
-        return f"head dims must be multiples of 8 from 40 to 256; got {d} and {e}"
-    if head_block(d) != head_block(e):
-        return f"head dims of k and v must fill one block; got {d} and {e}"
-    if min(launch.batch, x.q.shape[0], x.k.shape[0], x.v.shape[0], s, t, h, g) < 1:
+    if (reason := limits.unfit(launch, x, 256)) is not None:
+        return reason
+    if min(launch.batch, *x.q.shape, *x.k.shape, *x.v.shape) < 1:
         return "there is nothing to load"
-    if x.q_ids is not None or x.kv_ids is not None:
-        return "it has no segment ids"
+    scale = float(launch.options["scale"])
     if not 0 < scale < math.inf:
         return f"its running maximum needs a positive, finite scale; got {scale}"
     return None
