@@ -89,14 +89,18 @@ def unserved_norm(layer: Any, x: Any, mask: Any, *parameters: Any) -> str | None
         return "reduction or feature axes are not the last one"
     if isinstance(layer.epsilon, jax.core.Tracer):
         return "epsilon is traced"
-    return _no_kernel(jnp.result_type(*map(_at_least_16_bits, (jnp.result_type(x), *parameters, layer.dtype or jnp.float16))))
+    dtypes = (jnp.result_type(x), *parameters, *([layer.dtype] if layer.dtype else ()))
+    return _no_kernel(
+        *(_at_least_16_bits(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
+    )  # integers become floats
 
 
 def normalize(op: Callable[..., jax.Array], x: Any, *parameters: jax.Array | None, epsilon: Any, dtype: Any) -> jax.Array:
     """Apply `op` to `x` and round once, to `dtype`, as Flax does: neither `x` nor the result passes through a shorter one."""
     x = jnp.asarray(x)
     wide = lambda p: None if p is None else p.astype(_at_least_16_bits(p.dtype))
-    x = x.astype(jnp.promote_types(_at_least_16_bits(x.dtype), _at_least_16_bits(dtype)))
+    with jax.numpy_dtype_promotion("standard"):  # the promotion is ours, not the caller's
+        x = x.astype(jnp.promote_types(_at_least_16_bits(x.dtype), _at_least_16_bits(dtype)))
     return op(x, *map(wide, parameters), epsilon=epsilon).astype(dtype)
 
 

@@ -184,6 +184,12 @@ MUTANTS: list[Mutant] = [
             "32 <= d <= widest and 32 <= e",
             _HOST + "test_what_the_forward_refuses",
         ),
+        (
+            "Hopper: all queries past 32 bits",
+            'x.k.shape[1], launch.options["q_size"])',
+            "x.k.shape[1])",
+            _HOST + "test_what_the_backward_refuses",
+        ),
         ("Hopper: odd value heads", "d % 8 == e % 8 == 0", "d % 8 == 0", _HOST + "test_what_the_forward_refuses"),
         (
             "Hopper: ids of keys",
@@ -258,12 +264,6 @@ MUTANTS: list[Mutant] = [
             "x.q_lengths is not None or x.kv_lengths is not None",
             "x.q_lengths is not None",
             "tests/kernels/test_hopper_backward.py::test_unfit",
-        ),
-        (
-            "Hopper backward: all queries past 32 bits",
-            'max(s, t, launch.options["q_size"])',
-            "max(s, t)",
-            _HOST + "test_what_the_backward_refuses",
         ),
         (
             "Hopper backward: sums past 32 bits",

@@ -1,5 +1,7 @@
 """Flax computes calls that no op serves, on CPU and GPU alike; it says so, and is refused where one asks for kernels alone."""
 
+import itertools
+
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
@@ -88,3 +90,27 @@ def test_names():
     """Case 107: what completion shows is what there is to use."""
     assert set(dir(jtops)) == {*jtops.__all__, "__version__"}
     assert not [name for module in (nnx, nn) for name in dir(module) if name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    "setting", [(jax.numpy_dtype_promotion, "strict"), (jax.numpy_rank_promotion, "raise")], ids=["dtypes", "ranks"]
+)
+def test_settings_that_flax_takes(setting):
+    """Under a strict setting our layers take what Flax's take; some of bfloat16 Flax's own refuse."""
+    x16 = X.astype(jnp.bfloat16)
+    calls = [
+        lambda m, x, **options: m.LayerNorm(8, rngs=fnnx.Rngs(0), **options)(x),
+        lambda m, x, **options: m.RMSNorm(8, rngs=fnnx.Rngs(0), **options)(x),
+        lambda m, x, **options: m.Linear(8, 4, rngs=fnnx.Rngs(0), **options)(x),
+        lambda m, x, **options: attention(m, **options)(x),
+    ]
+    taken = 0
+    with setting[0](setting[1]):
+        for call, (x, options) in itertools.product(calls, [(X, {}), (x16, {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16})]):
+            try:
+                want = call(fnnx, x, **options)
+            except ValueError:  # what JAX raises for dtypes that do not promote, and for ranks
+                continue
+            assert call(nnx, x, **options).dtype == want.dtype
+            taken += 1
+    assert taken >= 5

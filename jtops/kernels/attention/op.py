@@ -115,7 +115,7 @@ def flash_attention(
       q_lengths, kv_lengths: how many queries and keys of each batch element count; all, where that is more than there are.
       scale: factor of the scores; None is ``1 / sqrt(d)``.
       precision: accuracy of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
-      deterministic: True: the gradient of q is summed in one order, which makes the backward on Hopper GPUs up to a quarter
+      deterministic: True: the gradient of q is summed in one order, which makes the backward on Hopper GPUs 2 to 36 %
         slower. False: in any order. None is what ``jtops.config.deterministic`` says, else XLA's own flags, else False.
       return_lse: also return the log of the sum of the exponentials, float32 [..., s, h], differentiable.
       implementation: "triton", "xla" (plain jax.numpy), "interpret", or None: Triton on GPUs, XLA elsewhere.

@@ -667,7 +667,6 @@ def backward_kernel(
 
 MULTIPROCESSORS = 132  # of an H100 or H200, where programs should be several times as many
 _L2_BYTES = 40 << 20  # of an H100's or H200's 50 MiB
-_MAX_SIZE = 1 << 28  # of a sequence: positions are compared in 32 bits, with room for a window and an offset
 
 
 def heuristic(head_dim: int) -> Config:
@@ -679,12 +678,12 @@ def unfit(launch: Launch, x) -> str | None:
     """Why a call is not for these kernels; None if it is."""
     if (reason := limits.unfit(launch, x, 128)) is not None:
         return reason
-    (_, s, h, d), t = x.q.shape, x.k.shape[1]
+    _, s, h, d = x.q.shape
     lines = launch.batch * h * cdiv(s, 128) * 128
     if x.q_lengths is not None or x.kv_lengths is not None:
         return "it has no lengths"
-    if max(s, t, launch.options["q_size"]) > _MAX_SIZE or lines * head_block(d) * 4 >= 1 << 38:
-        return f"it counts in 32 bits; got {s} queries of {launch.batch} x {h} heads and {t} keys"
+    if lines * head_block(d) * 4 >= 1 << 38:
+        return f"it counts in 32 bits; got {s} queries of {launch.batch} x {h} heads"
     if launch.config is not None and launch.config != heuristic(d):
         return f"its tiles are {heuristic(d)}; the call asks for {launch.config}"
     return None

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jtops.core.sizes import next_power_of_2
 from jtops.kernels._lib.frame.launch import Launch
 
+MAX_SIZE = 1 << 28  # of a sequence: positions are compared in 32 bits, with room for a window and an offset
+
 
 def head_block(d: int) -> int:
     """The power of two that the tiles of a head of d have; TMA fills up with zeros."""
@@ -26,4 +28,6 @@ def unfit(launch: Launch, x, widest: int) -> str | None:
         return f"head dims of k and v must fill one block; got {d} and {e}"
     if x.q_ids is not None or x.kv_ids is not None:
         return "it has no segment ids"
+    if (longest := max(x.q.shape[1], x.k.shape[1], launch.options["q_size"])) > MAX_SIZE:
+        return f"it counts in 32 bits; got {longest} queries or keys"
     return None
