@@ -78,6 +78,7 @@ from jtops._compat.gluon import (
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -556,7 +557,7 @@ def store_part(x, desc, m, work, CONSUMER: gl.constexpr):
     staged = m.k.index(0)
     if CONSUMER == 1:
         staged = m.v.index(0)
-    staged = staged._reinterpret(gl.float32, desc.block_type.shape, desc.layout)
+    staged = reinterpret(staged, gl.float32, desc.block_type.shape, desc.layout)
     staged.reshape(x.shape).store(x)
     fence_async_shared()
     tma_store(desc, [work.b, first_key, work.part, 0], staged)
