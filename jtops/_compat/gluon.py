@@ -4,9 +4,11 @@ Without Triton the decorator keeps the Python function, as the Triton module bes
 """
 
 from jtops._compat import triton as triton_compat
+from jtops._compat.versions import parsed
 
 __all__ = [
     "FIRST_NAMED_BARRIER",
+    "PROVEN",
     "NVMMASharedLayout",
     "aggregate",
     "allocate_barriers",
@@ -21,6 +23,7 @@ __all__ = [
     "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
+    "version",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -28,6 +31,14 @@ __all__ = [
 # A block of threads has 16 named barriers. Triton's own code uses 0 for the default partition, 1 to hand over to the workers and
 # one more for each worker of several warps: with three such workers this is the first free one.
 FIRST_NAMED_BARRIER = 5
+
+PROVEN = {(3, 6), (3, 9)}  # the versions of Triton whose warp specialised kernels were right on a GPU
+
+
+def version() -> tuple[int, ...]:
+    """Triton's version, as `PROVEN` has it."""
+    return parsed(triton_compat.triton.__version__)[:2]
+
 
 if triton_compat.HAS_TRITON:
     from triton.experimental import gluon

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jtops._compat import gluon as gluon_compat
 from jtops.kernels._lib.frame.launch import Config, Launch, Rows
 from jtops.kernels.attention.hopper import backward, forward
 from jtops.kernels.attention.mask import Mask
@@ -53,6 +54,8 @@ def test_what_the_forward_refuses():
     q, k, _ = types(1, 64, 64, 1, 1, 64)
     values = lambda e: forward.unfit(*launch_of(q, k, jax.ShapeDtypeStruct((1, 64, 1, e), q.dtype)))
     assert [values(e) is None for e in (32, 36, 40, 64, 72)] == [False, False, True, True, False]
+    with mock.patch.object(gluon_compat, "version", return_value=(3, 8)):
+        assert unfit(1, 64, 64, 1, 1, 64) == "it is not proven with Triton 3.8"
     only_keys = launch_of(*types(1, 64, 64, 1, 1, 64))
     assert "ids" in forward.unfit(only_keys[0], only_keys[1]._replace(kv_ids=jnp.zeros((1, 64), jnp.int32)))
 

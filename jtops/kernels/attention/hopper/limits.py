@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jtops._compat import gluon as gluon_compat
 from jtops.core.sizes import next_power_of_2
 from jtops.kernels._lib.frame.launch import Launch
 
@@ -20,6 +21,8 @@ def unfit(launch: Launch, x, widest: int) -> str | None:
         return "Gluon kernels have no interpreter"
     if launch.target.arch != 90:
         return f"it is written for sm_90, not {launch.target}"
+    if (version := gluon_compat.version()) not in gluon_compat.PROVEN:
+        return f"it is not proven with Triton {'.'.join(map(str, version))}"
     if x.q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 and float16, not {x.q.dtype}"
     if not (32 < d <= widest and 32 < e <= widest and d % 8 == e % 8 == 0):
