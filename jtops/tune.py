@@ -48,7 +48,6 @@ from jtops.kernels._lib.spec import Case, Input, Spec, with_gradients
 
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
 SLOWER = 1.02  # of the heuristic's, for `check` to delete an entry
-_ALL = 1 << 20  # PROGRAMS from here on is one for each tile
 _AT_ONCE, _HELD = 4, 2**33  # choices under way at once, so that the compiler's threads have work; bytes of their operands
 
 
@@ -135,10 +134,11 @@ def neighbours(start: Config) -> list[Config]:
             made += [now | {"WARPGROUPS": groups + step}]
             made += [scaled(**{name: factor}) | {"WARPGROUPS": groups + step} for name in tiles]
             made += [scaled(**{name: factor}) | {"num_stages": stages + step} for name in tiles]
-    if (programs := now.get("PROGRAMS")) is not None:
-        others = (128, 256, 512, 1024) if programs >= _ALL else (programs // 2, programs * 2, 1 << 30)
+    if "PROGRAMS" in now:
+        programs = now["PROGRAMS"]
+        others = (128, 256, 512, 1024) if programs is None else (programs // 2, programs * 2, None)
         made += [now | {"PROGRAMS": p} for p in others]
-        made += [now | {"PROGRAMS": p, "num_stages": 3} for p in others if programs >= _ALL]  # worth little one without the other
+        made += [now | {"PROGRAMS": p, "num_stages": 3} for p in others if programs is None]  # worth little one without the other
     # A thread has some elements of the largest tile, and can hold them.
     held = lambda c: math.prod(sorted(c[name] for name in tiles)[-2:]) / (32 * max(c["num_warps"], 1))
     low, high = min(1 / 4, held(now)), max(256, held(now))
@@ -439,8 +439,8 @@ def _path(write: str | os.PathLike, device_kind: str) -> Path:
 def _write(path: Path, device: Any, task: _Task, result: Result) -> None:
     entries = []
     if result.said == "tuned":
-        settings = {k: v for k, v in result.config.kwargs.items() if v is not None}
-        entries = [tuning_table.Entry(result.problem, settings, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
+        config = result.config.kwargs
+        entries = [tuning_table.Entry(result.problem, config, task.choice.fingerprint, result.seconds, result.heuristic_seconds)]
     elif not path.exists():
         return
     tuning_table.update(path, str(device.device_kind), str(task.choice.target), entries, () if entries else (result.problem,))

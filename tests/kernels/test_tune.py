@@ -77,7 +77,7 @@ def test_several_choices_of_a_stage():
 
 
 STARTS = [
-    Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=1 << 30, num_warps=8),
+    Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=None, num_warps=8),
     Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=256, num_warps=8, num_stages=1),
     Config(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=3),
     Config(BLOCK_M=1, BLOCK_N=1, num_warps=1),

@@ -50,7 +50,7 @@ def now(f=jtops.softmax, *args):
 
 def entry(f=jtops.softmax, *args, **changes) -> tuning_table.Entry:
     (task,) = tasks(f, *(args or (X,)))
-    config = {k: v for k, v in task.choice.heuristic.kwargs.items() if v is not None} | changes
+    config = task.choice.heuristic.kwargs | changes
     return tuning_table.Entry(task.choice.problem, config, task.choice.fingerprint, 1e-6, 2e-6)
 
 

@@ -122,7 +122,7 @@ def _backward_kernel(
     UNIT: tl.constexpr,
     FULL: tl.constexpr,
     CLUSTER: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -137,7 +137,7 @@ def _backward_kernel(
     scale = _scale(given.scale, own, group * groups.rows, cols, inside_n, n, scale_offset)
     dscale = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in tl.range(0, groups.tiles, num_stages=STAGES):
+    for i in tl.range(0, groups.tiles, num_stages=num_stages):
         rows, here = _rows_of_group(i, group, part, groups, BLOCK_M)
         mask = here[:, None] & inside_n
         offsets = rows[:, None] * n + cols
@@ -177,7 +177,7 @@ def _sums_kernel(
     scale_offset,
     UNIT: tl.constexpr,
     INDEX: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -191,7 +191,7 @@ def _sums_kernel(
     scale = _scale(given.scale, own, group * groups.rows, cols, cols < n, n, scale_offset)
     dscale = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in tl.range(0, groups.tiles, num_stages=STAGES):
+    for i in tl.range(0, groups.tiles, num_stages=num_stages):
         rows, here = _rows_of_group(i, group, part, groups, BLOCK_M)
         mask = here[:, None] & (cols < n)
         mean, rstd = _statistic(given.mean, rows, here), _statistic(given.rstd, rows, here)
@@ -337,12 +337,11 @@ def _long(launch: Launch, config: Config, arguments: dict[str, Any], group_rows:
     got = launch(
         _sums_kernel,
         outputs={**sums, "sum_w_ptr": None if given.mean is None else share, "sum_wx_ptr": share},
-        config=config.without("PROGRAMS"),
+        config=host.launched(config),
         grid=count * groups.parts * blocks,
         name=f"{launch.stage}_sums",
         flops=10 * r * n,
         groups=groups,
-        STAGES=host.stages(config),
         **arguments,
     )
     shares = Shares(got["sum_w_ptr"], got["sum_wx_ptr"], blocks)

@@ -4,7 +4,6 @@ from typing import Any
 
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.frame.launch import Config, Launch, stages_that_fit
-from jtops.kernels._lib.rows.host import ALL
 
 _KIB = 1024
 
@@ -34,7 +33,7 @@ def forward_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: int
     """
     block_n, near, every = _block(n), _near(launch), launch.target.multiprocessors
     stages = lambda count, elements: stages_that_fit(launch.target, count, arrays * elements * itemsize)
-    whole: dict[str, Any] = {"BLOCK_M": 1, "BLOCK_N": block_n, "PROGRAMS": ALL}
+    whole: dict[str, Any] = {"BLOCK_M": 1, "BLOCK_N": block_n, "PROGRAMS": None}
     if next_power_of_2(n) * itemsize > 64 * _KIB:
         programs = 4 * near if r >= 4 * near else 2 * near
         return Config(BLOCK_M=1, BLOCK_N=4096, PROGRAMS=programs, num_warps=8, num_stages=stages(3, 4096))

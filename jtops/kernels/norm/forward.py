@@ -142,7 +142,7 @@ def _forward_kernel(
     TAIL: tl.constexpr,
     FULL: tl.constexpr,
     CLUSTER: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -166,7 +166,7 @@ def _forward_kernel(
         inside_t = cols_t < n
         scale_t = _held(norm.scale, scale_rows, cols_t, inside_t, n, HOLD)
         bias_t = _held(norm.bias, bias_rows, cols_t, inside_t, n, HOLD)
-    for i in tl.range(0, work.tiles, num_stages=STAGES):
+    for i in tl.range(0, work.tiles, num_stages=num_stages):
         rows = rows_of_tile(i, pid, work, BLOCK_M)
         mask = (rows < work.r)[:, None] & inside_n
         offsets = rows[:, None] * n + cols
@@ -234,7 +234,7 @@ def _long_forward_kernel(
     CENTRED: tl.constexpr,
     SPLITS: tl.constexpr,
     UNIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: one part of a row. It finds the part's statistics, unless all parts' are `found`; then it writes these, if it is
@@ -252,7 +252,7 @@ def _long_forward_kernel(
     if found.squares is None:
         means = tl.zeros((BLOCK_N,), tl.float32)
         squares = tl.zeros((BLOCK_N,), tl.float32)
-        for i in tl.range(0, blocks, num_stages=STAGES):
+        for i in tl.range(0, blocks, num_stages=num_stages):
             cols = first + i * BLOCK_N + lanes
             x = _input(norm, residual_rows, sum_ptr, base + cols, row, cols, cols < last, n, "")
             if CENTRED:
@@ -288,7 +288,7 @@ def _long_forward_kernel(
         scale_base, bias_base = _base(own.scale, row, n), _base(own.bias, row, n)
         if norm.residual is not None:
             tl.debug_barrier()  # the sum is read by other threads than those that wrote it
-        for i in tl.range(0, blocks, num_stages=STAGES):
+        for i in tl.range(0, blocks, num_stages=num_stages):
             cols = first + (blocks - 1 - i) * BLOCK_N + lanes
             if norm.residual is not None:
                 x = tl.load(sum_ptr + base + cols, mask=cols < last, other=0.0).to(tl.float32)

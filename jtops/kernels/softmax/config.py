@@ -4,7 +4,6 @@ from typing import Any
 
 from jtops.core.sizes import next_power_of_2
 from jtops.kernels._lib.frame.launch import Config, Launch, stages_that_fit
-from jtops.kernels._lib.rows.host import ALL
 
 _KIB = 1024
 
@@ -16,7 +15,7 @@ def rows_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: int, w
     multiprocessor and one's reductions hide behind another's loads. Past 64 KiB registers hold no row: two passes, or clusters.
     """
     block_n, nbytes, target = next_power_of_2(n), next_power_of_2(n) * itemsize, launch.target
-    whole: dict[str, Any] = {"BLOCK_M": max(1, 1024 // block_n), "BLOCK_N": block_n, "PROGRAMS": ALL}
+    whole: dict[str, Any] = {"BLOCK_M": max(1, 1024 // block_n), "BLOCK_N": block_n, "PROGRAMS": None}
     near = target.multiprocessors // 16 * 16  # programs that fill the GPU and divide the usual numbers of rows
     twice = Config(BLOCK_M=1, BLOCK_N=8192, PROGRAMS=4 * near, num_warps=16)
     aligned = n * itemsize % 16 == 0
@@ -33,7 +32,7 @@ def rows_config(launch: Launch, r: int, n: int, itemsize: int, *, arrays: int, w
         size, programs = (4, 8 * near) if nbytes == 64 * _KIB else (8, 4 * near)
         return Config(BLOCK_M=1, BLOCK_N=block_n // size, PROGRAMS=programs, num_warps=16, num_stages=3, cluster_size=size)
     if clusters and arrays == 1 and nbytes == 128 * _KIB:
-        return Config(BLOCK_M=1, BLOCK_N=block_n // 8, PROGRAMS=ALL, num_warps=8, cluster_size=8)
+        return Config(BLOCK_M=1, BLOCK_N=block_n // 8, PROGRAMS=None, num_warps=8, cluster_size=8)
     if arrays == 1 and nbytes == 32 * _KIB and r >= 4 * near:  # the second pass reads what the first left in the L1 cache
         return twice
     if nbytes < 64 * _KIB or (nbytes == 64 * _KIB and aligned):
@@ -55,4 +54,4 @@ def strided_config(b: int, n: int, inner: int, itemsize: int) -> Config:
     while block_m > 32 // itemsize and b * -(-inner // block_m) < 256:
         block_m //= 2
     block_m = min(block_m, next_power_of_2(inner))
-    return Config(BLOCK_M=block_m, BLOCK_N=min(next_power_of_2(n), 8192 // block_m), PROGRAMS=1, num_warps=8)
+    return Config(BLOCK_M=block_m, BLOCK_N=min(next_power_of_2(n), 8192 // block_m), PROGRAMS=None, num_warps=8)

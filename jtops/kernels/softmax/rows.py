@@ -181,7 +181,7 @@ def _forward_kernel(
     VECTOR: tl.constexpr,
     FULL: tl.constexpr,
     CLUSTER: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -192,7 +192,7 @@ def _forward_kernel(
     pid = tl.program_id(0).to(tl.int64)
     n = length(n, UNIT, None)
     pid, part, lanes, here = part_of_row(pid, part_n, lanes_of(n, VECTOR), BLOCK_N, CLUSTER, FULL)
-    for i in tl.range(0, work.tiles, num_stages=STAGES):
+    for i in tl.range(0, work.tiles, num_stages=num_stages):
         rows, start, begin, inside, mask = _whole_tile(
             i, pid, n, work, where_ptr, where_rows, lanes, here, WHERE_N, BLOCK_M, VECTOR
         )
@@ -242,7 +242,7 @@ def _long_forward_kernel(
     VECTOR: tl.constexpr,
     NEAR: tl.constexpr,
     AXIS: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: one part of a row. It finds the part's maximum and sum, unless all parts' are `found`; then it writes these, if
@@ -264,7 +264,7 @@ def _long_forward_kernel(
     if found.sums is None:
         m = tl.full((BLOCK_N // NEAR,), -float("inf"), tl.float32)
         s = tl.zeros((BLOCK_N // NEAR,), tl.float32)
-        for i in tl.range(0, blocks, num_stages=STAGES):
+        for i in tl.range(0, blocks, num_stages=num_stages):
             cols = first + i * BLOCK_N + lanes
             mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
             x = load_row(x_ptr, start, cols, begin, mask, n, -float("inf"), VECTOR, "")
@@ -288,7 +288,7 @@ def _long_forward_kernel(
                 tl.store(top_ptr + row, safe_top)
                 tl.store(log_ptr + row, tl.log(total))
         if OP != "logsumexp":
-            for i in tl.range(0, blocks, num_stages=STAGES):
+            for i in tl.range(0, blocks, num_stages=num_stages):
                 cols = first + (blocks - 1 - i) * BLOCK_N + lanes
                 mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
                 x = load_row(x_ptr, start, cols, begin, mask, n, -float("inf"), VECTOR, "evict_first")
@@ -317,7 +317,7 @@ def _backward_kernel(
     VECTOR: tl.constexpr,
     FULL: tl.constexpr,
     CLUSTER: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -325,7 +325,7 @@ def _backward_kernel(
     pid = tl.program_id(0).to(tl.int64)
     n = length(n, UNIT, None)
     pid, _, lanes, here = part_of_row(pid, part_n, lanes_of(n, VECTOR), BLOCK_N, CLUSTER, FULL)
-    for i in tl.range(0, work.tiles, num_stages=STAGES):
+    for i in tl.range(0, work.tiles, num_stages=num_stages):
         rows, start, begin, inside, mask = _whole_tile(
             i, pid, n, work, where_ptr, where_rows, lanes, here, WHERE_N, BLOCK_M, VECTOR
         )
@@ -373,7 +373,7 @@ def _long_backward_kernel(
     SPLITS: tl.constexpr,
     UNIT: tl.constexpr,
     VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    num_stages: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: a part of a row, as in the long forward. Sums are kept per lane until the end of the first pass."""
@@ -388,7 +388,7 @@ def _long_backward_kernel(
     elif found.weights is None:
         totals = tl.zeros((BLOCK_N,), tl.float32)
         weights = tl.zeros((BLOCK_N,), tl.float32)
-        for i in tl.range(0, blocks, num_stages=STAGES):
+        for i in tl.range(0, blocks, num_stages=num_stages):
             cols = first + i * BLOCK_N + lanes
             mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
             g = load_row(g_ptr, start, cols, begin, mask, n, 0.0, VECTOR, "")
@@ -413,7 +413,7 @@ def _long_backward_kernel(
         top, log = 0.0, 0.0
         if kept is not None:
             top, log = tl.load(kept.top + row), tl.load(kept.log + row)
-        for i in tl.range(0, blocks, num_stages=STAGES):
+        for i in tl.range(0, blocks, num_stages=num_stages):
             cols = first + (blocks - 1 - i) * BLOCK_N + lanes
             mask = taking_part(where_ptr, where_base, cols, cols < last, WHERE_N)
             a = load_row(a_ptr, start, cols, begin, mask, n, 0.0, VECTOR, "evict_first")

@@ -81,7 +81,7 @@ class Config:
         return Config(**{k: v for k, v in self._items if k not in names}, source=self.source)
 
     @property
-    def blocks(self) -> dict[str, int]:
+    def blocks(self) -> dict[str, int | None]:
         """Block sizes by name."""
         return {k: v for k, v in self._items if k not in _OPTIONS}
 

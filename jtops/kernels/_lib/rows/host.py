@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from jtops.core.sizes import cdiv, next_power_of_2
 from jtops.kernels._lib.frame.launch import Config
 
-ALL = 1 << 30  # PROGRAMS: one for each tile
-
 
 class Tiles(NamedTuple):
     """How programs, or clusters of them, share `r` whole rows: each has `tiles` tiles, which lie `programs` tiles apart."""
@@ -45,9 +43,10 @@ def vector(r: int, n: int, itemsize: int, room: float = math.inf) -> int:
     return size if n % size and r * n % size == 0 and 4 * size <= n <= room - size + 1 else 1
 
 
-def stages(config: Config) -> int:
-    """The constant STAGES: the number of tiles that a kernel's loop has on their way; one unless the config says more."""
-    return config["num_stages"] or 1
+def launched(config: Config, *lacking: str) -> Config:
+    """What kernels take of a config: no PROGRAMS, which the grid has, nor `lacking`; one tile on its way unless it says more."""
+    settings = config.without("PROGRAMS", *lacking).kwargs
+    return Config(**settings | {"num_stages": config["num_stages"] or 1}, source=config.source)
 
 
 def room(config: Config) -> int:
@@ -69,8 +68,7 @@ def clustered(config: Config, lanes: int, programs: int) -> dict[str, Any]:
         "part_n": cdiv(cdiv(lanes, size), 16) * 16,
         "CLUSTER": size,
         "FULL": lanes >= room(config),
-        "STAGES": stages(config),
-        "config": config.without("PROGRAMS"),
+        "config": launched(config),
         "grid": programs * size,
     }
 
@@ -83,7 +81,6 @@ def long_rows(config: Config, r: int, n: int, vector: int = 1) -> dict[str, Any]
     return {
         "split": Split(splits, each, index_type(n)),
         "SPLITS": next_power_of_2(splits),
-        "STAGES": stages(config),
-        "config": config.without("PROGRAMS", "BLOCK_M"),
+        "config": launched(config, "BLOCK_M"),
         "grid": r * splits,
     }
