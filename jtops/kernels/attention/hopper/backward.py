@@ -743,7 +743,10 @@ def backward(launch: Launch, x, saved, cotangents):
     )
     most = t + options["q_size"]  # a bound beyond it is none
     heads = h // (g * parts)  # of a part
-    section = min(batch * g * parts, max(1, _L2_BYTES // (heads * s * block * 8)))
+    section = max(1, _L2_BYTES // (heads * s * block * 8))
+    if not deterministic:  # as many as run at one time are read in any case; programs that take turns want fewer beside them
+        section = max(section, cdiv(MULTIPROCESSORS, cdiv(t, block_n)))
+    section = min(batch * g * parts, section)
     gradient = lambda n: over(jax.ShapeDtypeStruct((batch, t, g * parts, n), q.dtype if parts == 1 else jnp.float32), 64)
     got = launch(
         backward_kernel,

@@ -9,6 +9,9 @@ from jtops.kernels._lib.frame.launch import Launch
 MAX_SIZE = 1 << 28  # of a sequence: positions are compared in 32 bits, with room for a window and an offset
 
 
+SMALL = 1 << 30  # floating-point operations, which any kernel does in the time that the launch of tensor descriptors takes
+
+
 def head_block(d: int) -> int:
     """The power of two that the tiles of a head of d have; TMA fills up with zeros."""
     return max(64, next_power_of_2(d))
@@ -33,4 +36,12 @@ def unfit(launch: Launch, x, widest: int) -> str | None:
         return "it has no segment ids"
     if (longest := max(x.q.shape[1], x.k.shape[1], launch.options["q_size"])) > MAX_SIZE:
         return f"it counts in 32 bits; got {longest} queries or keys"
+    return None
+
+
+def slow(launch: Launch, x) -> str | None:
+    """Why a call that the forward for Hopper serves is quicker without; None if it is not."""
+    (_, s, h, d), (_, t, _, e) = x.q.shape, x.v.shape
+    if 2 * launch.batch * h * s * t * (d + e) < SMALL:
+        return "its launch would take longer than so small a call"
     return None
