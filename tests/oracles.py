@@ -157,8 +157,8 @@ def positions(q, k, *, causal=False, q_lengths=None, kv_lengths=None):
 def attention_parts(
     q, k, v, bias=None, mask=None, sinks=None, *, scale=None, softcap=None, alibi_slopes=None, **masks
 ):  # fmt: skip
-    """-> probabilities [..., h, s, t] and those of the sinks [..., h, s, 1], heads' k and v, each query head with its own, the scale,
-    and the slope of the cap.
+    """-> probabilities [..., h, s, t] and those of the sinks [..., h, s, 1], heads' k and v, each query head with its own, the
+    scale, and the slope of the cap.
     """
     r, scale = q.shape[-2] // k.shape[-2], q.shape[-1] ** -0.5 if scale is None else scale
     seen = visible(q, k, **masks)[..., None, :, :]
@@ -198,6 +198,24 @@ def flash_attention_vjp(q, k, v, bias=None, mask=None, sinks=None, *, g, **optio
     dbias = None if bias is None else _sum_to(dlogits, bias)
     dsinks = None if sinks is None else _sum_to(-(p_sink * mean).sum((-2, -1)), sinks)
     return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv), dbias, None, dsinks
+
+
+def _by_our_names(is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None, **same):
+    return {
+        "causal": is_causal,
+        "window": local_window_size,
+        "q_lengths": query_seq_lengths,
+        "kv_lengths": key_value_seq_lengths,
+        **same,
+    }
+
+
+def dot_product_attention(query, key, value, bias=None, mask=None, **options):
+    return flash_attention(query, key, value, bias, mask, **_by_our_names(**options))
+
+
+def dot_product_attention_vjp(query, key, value, bias=None, mask=None, *, g, **options):
+    return flash_attention_vjp(query, key, value, bias, mask, g=g, **_by_our_names(**options))[:5]
 
 
 def _normal_cdf(z):

@@ -1,7 +1,8 @@
-"""The SPEC of flash attention."""
+"""The SPECs of attention."""
 
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.spec import Case, Meshed, Spec, ids, lengths, mask, normal
+from jtops.kernels.attention.dot_product import dot_product_attention
 from jtops.kernels.attention.op import flash_attention
 
 
@@ -164,4 +165,54 @@ SPEC = Spec(
     forward_flops=_flops,
     backward_flops=lambda options, **operands: 5 * _flops(options, **operands) // 2,  # five products
     one_dtype=True,
+)
+
+
+def _named(inputs):
+    """The same inputs by the names that ``jax.nn`` has for them."""
+    return {{"q": "query", "k": "key", "v": "value"}.get(name, name): i for name, i in inputs.items()}
+
+
+_SHARED = {"key_value_seq_lengths": lengths((2,), 9), "query_seq_lengths": lengths((2,), 8)}
+DOT_PRODUCT = Spec(
+    name="dot_product_attention",
+    function=dot_product_attention,
+    small=(
+        Case(
+            "small",
+            _named(_qkv(2, 6, 5, 4, 2, 16)) | _bias(1, 4, 6, 5) | {"mask": mask((2, 1, 6, 5), 0.8)},
+            "bias and mask, grouped heads",
+            {"is_causal": True},
+            axes="b s h d, b t 2 d, b t 2 d, 1 h s t, b 1 s t -> b s h d",
+        ),
+    ),
+    meshed=(
+        Meshed(
+            "meshed",
+            _named(_qkv(8, 8, 8, 1, 1, 16)) | {"mask": mask((8, 1, 8, 8), 0.8)},
+            "batch elements or queries on many devices, masks with them",
+            {"is_causal": True},
+            axes="b s 1 d, b t 1 d, b t 1 d, b 1 s t -> b s 1 d",
+            split="b s",
+            gathered="t d",
+        ),
+    ),
+    cases=(
+        Case("plain", _named(_qkv(2, 20, 24, 2, 1, 16)), "by other names", {"scale": 0.5, "local_window_size": (5, 9)}),
+        Case("lengths", _named(_qkv(2, 8, 9, 2, 2, 16)) | _SHARED, "lengths of both sides"),
+        Case("bias", _named(_qkv(2, 20, 24, 2, 1, 16)) | _bias(1, 2, 20, 24), "a bias that the batch shares", {"is_causal": True}),
+    ),
+    compiled=(
+        Case("d128_bias", _named(_qkv(4, 4096, 4096, 32, 8, 128)) | _bias(1, 32, 4096, 4096), "a bias that the batch shares"),
+    ),
+    backward_kernels=3,
+    kept=2,  # q and the result
+    forward_bytes=lambda _, query, key, value, **others: _bytes(_, query, key, value) + sum(x.nbytes for x in others.values()),
+    backward_bytes=lambda _, query, key, value, **others: (
+        2 * (_bytes(_, query, key, value) + sum(x.nbytes for x in others.values()))
+    ),
+    forward_flops=lambda options, query, key, value, **_: _flops(options, query, key, value),
+    backward_flops=lambda options, query, key, value, **_: 5 * _flops(options, query, key, value) // 2,
+    one_dtype=True,
+    alike="flash_attention",
 )

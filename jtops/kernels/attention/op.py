@@ -138,9 +138,9 @@ def flash_attention(
       q_lengths, kv_lengths: how many queries and keys of each batch element count; all, where that is more than there are.
       scale: factor of the scores; None is ``1 / sqrt(d)``.
       softcap: positive; the scaled scores become ``softcap * tanh(scores / softcap)``.
-      sinks: [h], a logit that takes part in the softmax of every query of its head, in lse too, without a value; neither scaled, capped
-        nor masked.
-      alibi_slopes: [h], of which ``slope * |query position - key|`` is subtracted from the scores, as the bias is added. They have no
+      sinks: [h], a logit that takes part in the softmax of every query of its head, in lse too, without a value; neither scaled,
+        capped nor masked.
+      alibi_slopes: [h]; ``slope * |query position - key|`` is subtracted from the scores where the bias is added. They have no
         gradient.
       precision: accuracy of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       deterministic: True: the gradient of q is summed in one order, which makes the backward on Hopper GPUs 2 to 36 %
@@ -237,7 +237,8 @@ def _table(name: str, x: jax.Array, sizes: dict[str, int], batch: tuple[int, ...
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
     core = tuple(sizes[axis] for axis in "hst")
     if any(n not in (1, full) for n, full in zip(x.shape[-3:], core, strict=True)):
-        raise ValueError(f"{_OP}: {name} must broadcast to [batch, h, s, t], here [..., {', '.join(map(str, core))}]; got {x.shape}.")
+        wanted = f"[batch, h, s, t], here [..., {', '.join(map(str, core))}]"
+        raise ValueError(f"{_OP}: {name} must broadcast to {wanted}; got {x.shape}.")
     checks.broadcast(_OP, "batch axes", attention=batch, **{name: x.shape[:-3]})
     return x
 

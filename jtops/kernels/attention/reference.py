@@ -73,6 +73,7 @@ def attention(
     lse = jnp.where(alive, top + jnp.log(total), -jnp.inf)[..., 0]
     out = product("...grst,...tge->...sgre", (p / total).astype(v.dtype), v)
     if sinks is not None and (q_lengths is not None or q_ids is not None):
-        out = jnp.where(jnp.moveaxis(jnp.any(logits > -jnp.inf, -1), -1, -3)[..., None], out, 0)  # or what padding holds as its cotangent
+        sees_some = jnp.moveaxis(jnp.any(logits > -jnp.inf, -1), -1, -3)
+        out = jnp.where(sees_some[..., None], out, 0)  # or the sink's gradient would take what padding has as its cotangent
     heads = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-3], h, s), -2, -1)
     return out.reshape(*out.shape[:-3], h, v.shape[-1]).astype(q.dtype), heads(lse)

@@ -44,13 +44,15 @@ def _table(launch: Launch, x, name: str) -> tuple:
 def scores_of(launch: Launch, x) -> Scores:
     """The scores of a call as a kernel takes them."""
     softcap = launch.options["softcap"]
-    return Scores(
-        float(launch.options["scale"]),
-        None if softcap is None else float(softcap),
-        *_table(launch, x, "bias"),
-        *_table(launch, x, "mask"),
-        sinks=operand_of(launch, x, "sinks"),
-        slopes=operand_of(launch, x, "alibi_slopes"),
+    return Scores._make(
+        (
+            float(launch.options["scale"]),
+            None if softcap is None else float(softcap),
+            *_table(launch, x, "bias"),
+            *_table(launch, x, "mask"),
+            operand_of(launch, x, "sinks"),
+            operand_of(launch, x, "alibi_slopes"),
+        )
     )
 
 

@@ -2,8 +2,8 @@
 bits are the same every time; scores are computed twice for it.
 
 With p = exp(s - lse), dp = do v^T and delta = rowsum(do * out) - dlse: ds = p * (dp - delta), dq = scale ds k, dk = scale ds^T q,
-dv = p^T do. `lse2` is lse in base 2; it and delta lie by head, so that neighbouring queries are neighbours. With a cap, ds is that of
-the capped scores, which is also the gradient of a bias; the others have it times the cap's derivative.
+dv = p^T do. `lse2` is lse in base 2; it and delta lie by head, so that neighbouring queries are neighbours. With a cap, ds is
+that of the capped scores, which is also the gradient of a bias; the other gradients have it times the cap's derivative.
 """
 
 from collections.abc import Callable
