@@ -1,7 +1,6 @@
 """What becomes of attention's scores: caps, biases, masks, sinks and slopes, alone and together."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 
 import jtops
 from tests import numerics, oracles
-from tests.specs import value_and_vjp, wide
+from tests.specs import value_and_vjp
 
 ways = pytest.mark.parametrize("implementation", ["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 attention = jtops.flash_attention
@@ -264,7 +263,7 @@ Q = jnp.ones((2, 4, 6, 8))
         ({"softcap": 0.0}, ValueError, "softcap must be positive and finite, or None; got 0.0"),
         ({"softcap": np.inf}, ValueError, "softcap must be positive and finite"),
         ({"softcap": jnp.ones(2)}, TypeError, "softcap must be a number"),
-        ({"bias": jnp.ones((3, 4))}, ValueError, r"bias must broadcast to \[batch, h, s, t\], here \[..., 6, 4, 4\]; got \(1, 3, 4\)"),
+        ({"bias": jnp.ones((3, 4))}, ValueError, r"bias must broadcast to .*here \[..., 6, 4, 4\]; got \(1, 3, 4\)"),
         ({"bias": jnp.ones((5, 6, 4, 4))}, ValueError, "batch axes must broadcast together"),
         ({"bias": jnp.ones((4, 4), int)}, TypeError, "bias must have a floating dtype; got int32"),
         ({"mask": jnp.ones((4, 4))}, TypeError, "mask must be boolean; got float32"),
@@ -338,16 +337,13 @@ def agrees(seed, implementation, dtype):
         )
         return value_and_vjp(f, [operands[n] for n in names], g)
 
-    exact = (
-        dict(zip(operands, wide([operands[n] for n in names]), strict=False))
-        if False
-        else {n: np.asarray(operands[n], np.float64) for n in names}
-    )
+    exact = {n: np.asarray(operands[n], np.float64) for n in names}
     exact |= {n: jax.tree.map(np.asarray, x) for n, x in rest.items()}
     truth = oracles.flash_attention(**exact, **options)
     g = jnp.asarray(np.random.default_rng(seed).normal(size=truth.shape), dtype)
     truths = oracles.flash_attention_vjp(**exact, **options, g=np.asarray(g, np.float64))
     truths = dict(zip(("q", "k", "v", "bias", "mask", "sinks"), truths, strict=True))
+    truths = {n: oracles._sum_to(truths[n], exact[n]) for n in names}  # an axis of the batch that an operand shares
     (out, grads), (plain, plains) = result(implementation, config), result("xla", None)
     what = f"seed {seed}: { ({n: jax.tree.map(jnp.shape, x) for n, x in operands.items()}) } {options}"
     numerics.check(out, plain, truth, key=("flash_attention", "random"), what=f"value, {what}")
