@@ -13,7 +13,7 @@ from jtops.core.sizes import cdiv, next_power_of_2, strides_from_shape
 from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels.add import add
-from jtops.kernels.attention import flash_attention
+from jtops.kernels.attention import dot_product_attention, flash_attention
 from jtops.kernels.gated_linear_unit import gated_linear_unit
 from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -30,6 +30,7 @@ __all__ = [
     "add_rms_norm",
     "cdiv",
     "config",
+    "dot_product_attention",
     "errors",
     "explain",
     "export_checks",

@@ -145,27 +145,77 @@ def visible(q, k, *, causal=False, window=None, segment_ids=None, q_lengths=None
     return seen
 
 
-def attention_parts(q, k, v, *, scale=None, **masks):
-    """-> probabilities [..., h, s, t], heads' k and v, each query head with its own, and the scale."""
+def positions(q, k, *, causal=False, q_lengths=None, kv_lengths=None):
+    """Where each query stands: [..., s, 1]."""
+    i = np.arange(q.shape[-3])[:, None]
+    if causal != "bottom_right":
+        return i
+    length = lambda given, size: np.asarray(size if given is None else np.minimum(given, size))[..., None, None]
+    return i + length(kv_lengths, k.shape[-3]) - length(q_lengths, q.shape[-3])
+
+
+def attention_parts(
+    q, k, v, bias=None, mask=None, sinks=None, *, scale=None, softcap=None, alibi_slopes=None, **masks
+):  # fmt: skip
+    """-> probabilities [..., h, s, t] and those of the sinks [..., h, s, 1], heads' k and v, each query head with its own, the
+    scale, and the slope of the cap.
+    """
     r, scale = q.shape[-2] // k.shape[-2], q.shape[-1] ** -0.5 if scale is None else scale
     seen = visible(q, k, **masks)[..., None, :, :]
     k, v = np.repeat(k, r, -2), np.repeat(v, r, -2)
     logits = np.einsum("...shd,...thd->...hst", q, k) * scale
-    return softmax(logits, np.broadcast_to(seen, logits.shape)), k, v, scale
+    slope = 1.0
+    if softcap is not None:
+        slope = 1 / np.cosh(logits / softcap) ** 2
+        logits = softcap * np.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias
+    if alibi_slopes is not None:
+        given = {name: masks[name] for name in ("causal", "q_lengths", "kv_lengths") if name in masks}
+        distance = np.abs(positions(q, k, **given) - np.arange(k.shape[-3]))
+        logits = logits - np.asarray(alibi_slopes)[:, None, None] * distance[..., None, :, :]
+    if mask is not None:
+        seen = seen & mask
+    seen = np.broadcast_to(seen & (logits > -np.inf), logits.shape)
+    sink = np.broadcast_to(np.asarray(-np.inf if sinks is None else sinks[:, None, None]), (*logits.shape[:-1], 1))
+    p = softmax(np.concatenate([logits, sink], -1), np.concatenate([seen, sink > -np.inf], -1))
+    return p[..., :-1], p[..., -1:], k, v, scale, slope
 
 
-def flash_attention(q, k, v, **options):
-    p, _, v, _ = attention_parts(q, k, v, **options)
+def flash_attention(q, k, v, *scores, **options):
+    p, _, _, v, _, _ = attention_parts(q, k, v, *scores, **options)
     return np.einsum("...hst,...the->...she", p, v)
 
 
-def flash_attention_vjp(q, k, v, *, g, **options):
-    p, kh, vh, scale = attention_parts(q, k, v, **options)
+def flash_attention_vjp(q, k, v, bias=None, mask=None, sinks=None, *, g, **options):
+    p, p_sink, kh, vh, scale, slope = attention_parts(q, k, v, bias, mask, sinks, **options)
     dp = np.einsum("...she,...the->...hst", g, vh)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    mean = (p * dp).sum(-1, keepdims=True)
+    dlogits = p * (dp - mean)
+    ds = dlogits * slope * scale
     grouped = lambda x: x.reshape(*x.shape[:-2], k.shape[-2], -1, x.shape[-1]).sum(-2)
     dk, dv = np.einsum("...hst,...shd->...thd", ds, q), np.einsum("...hst,...she->...the", p, g)
-    return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv)
+    dbias = None if bias is None else _sum_to(dlogits, bias)
+    dsinks = None if sinks is None else _sum_to(-(p_sink * mean).sum((-2, -1)), sinks)
+    return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv), dbias, None, dsinks
+
+
+def _by_our_names(is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None, **same):
+    return {
+        "causal": is_causal,
+        "window": local_window_size,
+        "q_lengths": query_seq_lengths,
+        "kv_lengths": key_value_seq_lengths,
+        **same,
+    }
+
+
+def dot_product_attention(query, key, value, bias=None, mask=None, **options):
+    return flash_attention(query, key, value, bias, mask, **_by_our_names(**options))
+
+
+def dot_product_attention_vjp(query, key, value, bias=None, mask=None, *, g, **options):
+    return flash_attention_vjp(query, key, value, bias, mask, g=g, **_by_our_names(**options))[:5]
 
 
 def _normal_cdf(z):

@@ -10,6 +10,7 @@ _ALL = (
     add.SPEC,
     norm.ADD_LAYER_NORM,
     norm.ADD_RMS_NORM,
+    attention.DOT_PRODUCT,
     attention.SPEC,
     gated_linear_unit.SPEC,
     norm.LAYER_NORM,

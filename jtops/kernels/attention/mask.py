@@ -49,13 +49,24 @@ class Mask(NamedTuple):
     q_index: Any = None  # the queries' indices in the whole sequence; a kernel reads the first. None: it is 0
 
 
-def visible(mask: Mask, s: int, t: int, q_size: int):
-    """Which query may see which key: boolean, broadcastable to [..., s, t]."""
+def _indices(mask: Mask, s: int, t: int, q_size: int):
+    """Indices of queries and keys, the lengths of both, and the queries' positions; broadcastable to [..., s, t]."""
     i, j = jnp.arange(s)[:, None] if mask.q_index is None else mask.q_index[..., :, None], jnp.arange(t)[None, :]
     length = lambda given, size: jnp.asarray(size) if given is None else jnp.minimum(given, size)[..., None, None]
     q_length, kv_length = length(mask.q_lengths, q_size), length(mask.kv_lengths, t)
+    return i, j, q_length, kv_length, i + kv_length - q_length if mask.align == "bottom_right" else i
+
+
+def distance(mask: Mask, s: int, t: int, q_size: int):
+    """How far each query's position is from each key's."""
+    _, j, _, _, position = _indices(mask, s, t, q_size)
+    return jnp.abs(position - j)
+
+
+def visible(mask: Mask, s: int, t: int, q_size: int):
+    """Which query may see which key: boolean, broadcastable to [..., s, t]."""
+    i, j, q_length, kv_length, position = _indices(mask, s, t, q_size)
     seen = (i < q_length) & (j < kv_length)
-    position = i + kv_length - q_length if mask.align == "bottom_right" else i
     if mask.left is not None:
         seen &= j >= position - mask.left
     if mask.right is not None:
@@ -74,7 +85,7 @@ def operand_of(launch: Launch, x, name: str) -> Operand | None:
 def mask_of(launch: Launch, x) -> Mask:
     """The mask of a call as a kernel takes it."""
     options = launch.options
-    positioned = options["left"] is not None or options["right"] is not None or x.q_lengths is not None
+    positioned = any(given is not None for given in (options["left"], options["right"], x.q_lengths, x.alibi_slopes))
     return Mask(
         left=options["left"],
         right=options["right"],

@@ -784,4 +784,4 @@ def backward(launch: Launch, x, saved, cotangents):
         )
         dq = after["dq_ptr"]
     whole = lambda x: x.reshape(batch, t, g, parts, -1).sum(3).astype(q.dtype) if parts > 1 else x
-    return dq, whole(got["dk_desc"]), whole(got["dv_desc"]), None, None, None, None
+    return dq, whole(got["dk_desc"]), whole(got["dv_desc"]), *[None] * (len(x) - 4)  # ids, lengths, what `limits` refuses

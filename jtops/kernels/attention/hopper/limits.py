@@ -34,6 +34,9 @@ def unfit(launch: Launch, x, widest: int) -> str | None:
         return f"head dims of k and v must fill one block; got {d} and {e}"
     if x.q_ids is not None or x.kv_ids is not None:
         return "it has no segment ids"
+    scores = {name: getattr(x, name) for name in ("bias", "mask", "sinks", "alibi_slopes")} | {"softcap": launch.options["softcap"]}
+    if others := [name for name, value in scores.items() if value is not None]:
+        return f"it has no {' or '.join(others)}"
     if (longest := max(x.q.shape[1], x.k.shape[1], launch.options["q_size"])) > MAX_SIZE:
         return f"it counts in 32 bits; got {longest} queries or keys"
     return None
