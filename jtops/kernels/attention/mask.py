@@ -129,11 +129,20 @@ def sequence_of(b, mask, shape):
 
 @triton.jit
 def ids_of(operand, b, index, n):
-    """Segment ids of batch element b at `index`, -1 from n on. Without ids, it returns anything of that shape."""
-    ids = index
+    """Segment ids of batch element b at `index`, -1 from n on; None without ids."""
+    ids = None
     if operand is not None:
         ids = tl.load(operand.array + operand_row(operand, b) * n + index, mask=index < n, other=-1)
     return ids
+
+
+@triton.jit
+def along(ids, AXIS: tl.constexpr):
+    """Ids with the other side's axis, `AXIS`; None without ids."""
+    wide = None
+    if ids is not None:
+        wide = ids.expand_dims(AXIS)
+    return wide
 
 
 @triton.jit
@@ -179,6 +188,29 @@ def key_range(first, last, sequence, mask, BLOCK: tl.constexpr):
         full_start = start
         full_stop = start
     return start, full_start, full_stop, stop
+
+
+@triton.jit
+def narrowed(start, stop, ids, others, b, n, BLOCK: tl.constexpr):
+    """The part of start..stop, in blocks, that may have ids of `ids`: it begins and ends where `others` has one between their least
+    and their greatest. Packed sequences lie one after the other, so that is their own part; ids in any order cost no more than a
+    look at each.
+    """
+    if others is not None:
+        CHUNK: tl.constexpr = 4096
+        least = tl.min(tl.where(ids >= 0, ids, 2147483647), 0)
+        greatest = tl.max(ids, 0)
+        first = stop
+        last = start
+        for chunk in range(start, stop, CHUNK):
+            index = chunk + tl.arange(0, CHUNK)
+            other = ids_of(others, b, index, n)
+            near = (other >= least) & (other <= greatest) & (index < stop)
+            first = tl.minimum(first, tl.min(tl.where(near, index, 2147483647), 0))
+            last = tl.maximum(last, tl.max(tl.where(near, index + 1, 0), 0))
+        start = first // BLOCK * BLOCK
+        stop = tl.maximum(last, start)
+    return start, stop
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv
 from jtops.kernels._lib.frame.launch import Launch
-from jtops.kernels.attention.mask import ids_of, key_range, operand_row, query_range, sees, sequence_of
+from jtops.kernels.attention.mask import along, ids_of, key_range, narrowed, operand_row, query_range, sees, sequence_of
 from jtops.kernels.attention.portable.tiles import LOG2E, arguments, backward_tiles, choose, load_rows, masked
 from jtops.kernels.attention.scores import logits_of
 from jtops.kernels.attention.work import tile_of_keys, tile_of_queries
@@ -48,7 +48,6 @@ def dkdv_kernel(
     There is one loop, masked or not, because a masked and an unmasked one would spill. `dbias_ptr`, [batch, h, t], gets the sums
     over queries, for a bias that is the same for all of them.
     """
-    HAS_IDS: tl.constexpr = mask.q_ids is not None
     TABLES: tl.constexpr = scores.bias is not None or scores.mask is not None
     s, t, h, g, d, e, _ = shape
     b, group, start_n = tile_of_keys(tl.program_id(0), shape, BLOCK_N)
@@ -62,13 +61,11 @@ def dkdv_kernel(
     rows_inside = tl.minimum(s, q_length - offset)
     k_ptr = k.array + (operand_row(k, b) * t * g + group) * d
     v_ptr = v.array + (operand_row(v, b) * t * g + group) * e
-    keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, not MASKED, D_INSIDE)
-    values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, not MASKED, E_INSIDE)
     kv_ids = ids_of(mask.kv_ids, b, at, t)
-    if HAS_IDS:
-        keys = tl.where((kv_ids >= 0)[:, None], keys, 0.0)
-        values = tl.where((kv_ids >= 0)[:, None], values, 0.0)
+    keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, kv_ids, not MASKED, D_INSIDE)
+    values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, kv_ids, not MASKED, E_INSIDE)
     start, stop = query_range(start_n, start_n + BLOCK_N - 1, s, sequence, mask, BLOCK_M)
+    start, stop = narrowed(start, stop, kv_ids, mask.q_ids, b, s, BLOCK_M)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     scale2 = scores.scale * 1.4426950408889634
@@ -81,12 +78,9 @@ def dkdv_kernel(
             dbias = tl.zeros((BLOCK_N,), tl.float32)
         for start_m in range(start, stop, BLOCK_M):
             rows = start_m + offs_m
-            queries = load_rows(q_head, start_m, offs_m, h * d, offs_d, rows_inside, d, not MASKED, D_INSIDE)
-            do = load_rows(do_head, start_m, offs_m, h * e, offs_e, rows_inside, e, not MASKED, E_INSIDE)
             q_ids = ids_of(mask.q_ids, b, rows, s)
-            if HAS_IDS:
-                queries = tl.where((q_ids >= 0)[:, None], queries, 0.0)
-                do = tl.where((q_ids >= 0)[:, None], do, 0.0)
+            queries = load_rows(q_head, start_m, offs_m, h * d, offs_d, rows_inside, d, q_ids, not MASKED, D_INSIDE)
+            do = load_rows(do_head, start_m, offs_m, h * e, offs_e, rows_inside, e, q_ids, not MASKED, E_INSIDE)
             lse2 = tl.load(lse2_ptr + line + rows, mask=rows < s, other=0.0)
             delta = tl.load(delta_ptr + line + rows, mask=rows < s, other=0.0)
             products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
@@ -97,7 +91,7 @@ def dkdv_kernel(
             p = tl.exp2(logits - lse2[None, :])
             ds = p * (tl.dot(values, tl.trans(do), input_precision=PRECISION) - delta[None, :])
             if MASKED:  # by selection, after everything: a masked score may be infinite
-                seen = sees((offset + rows)[None, :], at[:, None], q_ids[None, :], kv_ids[:, None], sequence, mask)
+                seen = sees((offset + rows)[None, :], at[:, None], along(q_ids, 0), along(kv_ids, 1), sequence, mask)
                 p = tl.where(seen, p, 0.0)
                 ds = tl.where(seen, ds, 0.0)
             if TABLES:
@@ -140,7 +134,6 @@ def dq_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """One program: BLOCK_M queries of one head."""
-    HAS_IDS: tl.constexpr = mask.q_ids is not None
     TABLES: tl.constexpr = scores.bias is not None or scores.mask is not None
     s, t, h, g, d, e, _ = shape
     b, head, start_m = tile_of_queries(tl.program_id(0), shape, BLOCK_M)
@@ -154,26 +147,24 @@ def dq_kernel(
     rows_inside = tl.minimum(s, q_length - offset)
     q_ptr = q.array + (operand_row(q, b) * s * h + head) * d
     do_ptr += (b.to(tl.int64) * s * h + head) * e
-    queries = load_rows(q_ptr, start_m, offs_m, h * d, offs_d, rows_inside, d, not MASKED, D_INSIDE)
-    do = load_rows(do_ptr, start_m, offs_m, h * e, offs_e, rows_inside, e, not MASKED, E_INSIDE)
+    q_ids = ids_of(mask.q_ids, b, rows, s)
+    queries = load_rows(q_ptr, start_m, offs_m, h * d, offs_d, rows_inside, d, q_ids, not MASKED, D_INSIDE)
+    do = load_rows(do_ptr, start_m, offs_m, h * e, offs_e, rows_inside, e, q_ids, not MASKED, E_INSIDE)
     line = (b.to(tl.int64) * h + head) * s
     lse2 = tl.load(lse2_ptr + line + rows, mask=rows < s, other=0.0)
     delta = tl.load(delta_ptr + line + rows, mask=rows < s, other=0.0)
-    q_ids = ids_of(mask.q_ids, b, rows, s)
     k_ptr = k.array + (operand_row(k, b) * t * g + head // (h // g)) * d
     v_ptr = v.array + (operand_row(v, b) * t * g + head // (h // g)) * e
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     scale2 = scores.scale * 1.4426950408889634
     position = offset + start_m + shift
     start, _, _, stop = key_range(offset + start_m, offset + start_m + BLOCK_M - 1, sequence, mask, BLOCK_N)
+    start, stop = narrowed(start, stop, q_ids, mask.kv_ids, b, t, BLOCK_N)
     for start_n in range(start, stop, BLOCK_N):
         at = start_n + offs_n
-        keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, not MASKED, D_INSIDE)
-        values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, not MASKED, E_INSIDE)
         kv_ids = ids_of(mask.kv_ids, b, at, t)
-        if HAS_IDS:
-            keys = tl.where((kv_ids >= 0)[:, None], keys, 0.0)
-            values = tl.where((kv_ids >= 0)[:, None], values, 0.0)
+        keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, kv_ids, not MASKED, D_INSIDE)
+        values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, kv_ids, not MASKED, E_INSIDE)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         logits, slope = logits_of(
             products, scale2, scores, b, head, start_m, offs_m[:, None], start_n, offs_n[None, :], position, shape, not MASKED
@@ -181,7 +172,7 @@ def dq_kernel(
         p = tl.exp2(logits - lse2[:, None])
         ds = p * (tl.dot(do, tl.trans(values), input_precision=PRECISION) - delta[:, None])
         if MASKED:
-            seen = sees((offset + rows)[:, None], at[None, :], q_ids[:, None], kv_ids[None, :], sequence, mask)
+            seen = sees((offset + rows)[:, None], at[None, :], along(q_ids, 1), along(kv_ids, 0), sequence, mask)
             ds = tl.where(seen, ds, 0.0)
         if TABLES:
             ds = tl.where(logits == -float("inf"), 0.0, ds)
@@ -218,7 +209,6 @@ def dbias_kernel(
 
     Members are the batch elements of the bias's row and, where it has no heads of its own, the heads of each.
     """
-    HAS_IDS: tl.constexpr = mask.q_ids is not None
     LENGTHS: tl.constexpr = mask.q_lengths is not None or mask.kv_lengths is not None
     s, t, h, g, d, e, _ = shape
     pid = tl.program_id(0)
@@ -260,15 +250,12 @@ def dbias_kernel(
         k_ptr = k.array + (operand_row(k, b) * t * g + head // (h // g)) * d
         v_ptr = v.array + (operand_row(v, b) * t * g + head // (h // g)) * e
         do_head = do_ptr + (b.to(tl.int64) * s * h + head) * e
-        queries = load_rows(q_ptr, start_m, offs_m, h * d, offs_d, rows_inside, d, not MASKED, D_INSIDE)
-        keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, not MASKED, D_INSIDE)
-        values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, not MASKED, E_INSIDE)
-        do = load_rows(do_head, start_m, offs_m, h * e, offs_e, rows_inside, e, not MASKED, E_INSIDE)
         q_ids = ids_of(mask.q_ids, b, rows, s)
         kv_ids = ids_of(mask.kv_ids, b, at, t)
-        if HAS_IDS:
-            keys = tl.where((kv_ids >= 0)[:, None], keys, 0.0)
-            values = tl.where((kv_ids >= 0)[:, None], values, 0.0)
+        queries = load_rows(q_ptr, start_m, offs_m, h * d, offs_d, rows_inside, d, q_ids, not MASKED, D_INSIDE)
+        keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, kv_ids, not MASKED, D_INSIDE)
+        values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, kv_ids, not MASKED, E_INSIDE)
+        do = load_rows(do_head, start_m, offs_m, h * e, offs_e, rows_inside, e, q_ids, not MASKED, E_INSIDE)
         statistics = (b.to(tl.int64) * h + head) * s
         lse2 = tl.load(lse2_ptr + statistics + rows, mask=rows < s, other=0.0)
         delta = tl.load(delta_ptr + statistics + rows, mask=rows < s, other=0.0)
@@ -280,7 +267,7 @@ def dbias_kernel(
         p = tl.exp2(logits - lse2[:, None])
         ds = p * (tl.dot(do, tl.trans(values), input_precision=PRECISION) - delta[:, None])
         if MASKED:
-            seen = sees((offset + rows)[:, None], at[None, :], q_ids[:, None], kv_ids[None, :], sequence, mask)
+            seen = sees((offset + rows)[:, None], at[None, :], along(q_ids, 1), along(kv_ids, 0), sequence, mask)
             ds = tl.where(seen, ds, 0.0)
         acc += tl.where(logits == -float("inf"), 0.0, ds)
     ptrs = dbias_ptr + (line.to(tl.int64) * s + rows)[:, None] * t + at[None, :]

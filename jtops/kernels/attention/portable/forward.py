@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jtops._compat.triton import tl, triton
 from jtops.core.sizes import cdiv
 from jtops.kernels._lib.frame.launch import Launch
-from jtops.kernels.attention.mask import ids_of, key_range, operand_row, sees, sequence_of
+from jtops.kernels.attention.mask import along, ids_of, key_range, narrowed, operand_row, sees, sequence_of
 from jtops.kernels.attention.portable.tiles import arguments, choose, forward_tiles, load_rows
 from jtops.kernels.attention.scores import logits_of, of_head
 from jtops.kernels.attention.work import tile_of_queries
@@ -55,7 +55,7 @@ def forward_kernel(
     rows = tl.arange(0, BLOCK_M)
     position = offset + start_m + shift
     rows_inside = tl.minimum(s, q_length - offset)
-    queries = load_rows(q_ptr, start_m, rows, h * d, offs_d, rows_inside, d, False, D_INSIDE)
+    queries = load_rows(q_ptr, start_m, rows, h * d, offs_d, rows_inside, d, None, False, D_INSIDE)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -65,25 +65,24 @@ def forward_kernel(
         total = tl.where(top == -float("inf"), 0.0, 1.0)
     scale2 = scores.scale * 1.4426950408889634
     start, full_start, full_stop, stop = key_range(offset + start_m, offset + start_m + BLOCK_M - 1, sequence, mask, BLOCK_N)
+    if HAS_IDS:
+        full_stop, stop = narrowed(start, stop, q_ids, mask.kv_ids, b, t, BLOCK_N)
     # Keys before, in and after the middle, where no mask cuts. With ids there is no middle.
     for PHASE in tl.static_range(FIRST, 3):
         low = start if PHASE == 0 else (full_start if PHASE == 1 else full_stop)
         high = full_start if PHASE == 0 else (full_stop if PHASE == 1 else stop)
         for start_n in range(low, high, BLOCK_N):
             # Nothing of a key at or past kv_length or of a negative id is ever used: not even as 0 * NaN.
-            keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, PHASE == 1, D_INSIDE)
-            values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, PHASE == 1, E_INSIDE)
             at = start_n + offs_n
             kv_ids = ids_of(mask.kv_ids, b, at, t)
-            if HAS_IDS:
-                keys = tl.where((kv_ids >= 0)[:, None], keys, 0.0)
-                values = tl.where((kv_ids >= 0)[:, None], values, 0.0)
+            keys = load_rows(k_ptr, start_n, offs_n, g * d, offs_d, kv_length, d, kv_ids, PHASE == 1, D_INSIDE)
+            values = load_rows(v_ptr, start_n, offs_n, g * e, offs_e, kv_length, e, kv_ids, PHASE == 1, E_INSIDE)
             products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             logits, _slope = logits_of(
                 products, scale2, scores, b, head, start_m, rows[:, None], start_n, offs_n[None, :], position, shape, PHASE == 1
             )
             if PHASE != 1:
-                seen = sees(index[:, None], at[None, :], q_ids[:, None], kv_ids[None, :], sequence, mask)
+                seen = sees(index[:, None], at[None, :], along(q_ids, 1), along(kv_ids, 0), sequence, mask)
                 logits = tl.where(seen, logits, -float("inf"))
             new_top = tl.maximum(top, tl.max(logits, 1))
             finite_top = new_top

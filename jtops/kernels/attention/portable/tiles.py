@@ -13,10 +13,18 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def load_rows(ptr, start, rows, stride, cols, n_rows, n_cols, ROWS_INSIDE: tl.constexpr, COLS_INSIDE: tl.constexpr):
-    """Load a tile of a matrix with rows `stride` apart: rows ``start + rows``, zeros outside. Only the start needs 64 bits."""
+def load_rows(ptr, start, rows, stride, cols, n_rows, n_cols, ids, ROWS_INSIDE: tl.constexpr, COLS_INSIDE: tl.constexpr):
+    """Load a tile of a matrix with rows `stride` apart: rows ``start + rows``, zeros outside and where `ids`, if there are any, are
+    negative. Only the start needs 64 bits.
+    """
     ptrs = ptr + start.to(tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
-    if ROWS_INSIDE and COLS_INSIDE:
+    if ids is not None:
+        there = (start + rows < n_rows) & (ids >= 0)
+        if COLS_INSIDE:
+            tile = tl.load(ptrs, mask=there[:, None], other=0.0)
+        else:
+            tile = tl.load(ptrs, mask=there[:, None] & (cols < n_cols)[None, :], other=0.0)
+    elif ROWS_INSIDE and COLS_INSIDE:
         tile = tl.load(ptrs)
     elif COLS_INSIDE:
         tile = tl.load(ptrs, mask=(start + rows < n_rows)[:, None], other=0.0)
