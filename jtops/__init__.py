@@ -14,6 +14,7 @@ from jtops.errors import UnsupportedError
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels.add import add
 from jtops.kernels.attention import flash_attention
+from jtops.kernels.cross_entropy import cross_entropy
 from jtops.kernels.gated_linear_unit import gated_linear_unit
 from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -30,6 +31,7 @@ __all__ = [
     "add_rms_norm",
     "cdiv",
     "config",
+    "cross_entropy",
     "errors",
     "explain",
     "export_checks",

@@ -1,6 +1,6 @@
 """Every op's SPEC: a line for each. Tests, benchmarks and `jtops.tune` go by these."""
 
-from jtops.kernels import add, gated_linear_unit, matmul
+from jtops.kernels import add, cross_entropy, gated_linear_unit, matmul
 from jtops.kernels._lib.spec import Spec
 from jtops.kernels.attention import cases as attention
 from jtops.kernels.norm import cases as norm
@@ -10,6 +10,7 @@ _ALL = (
     add.SPEC,
     norm.ADD_LAYER_NORM,
     norm.ADD_RMS_NORM,
+    cross_entropy.SPEC,
     attention.SPEC,
     gated_linear_unit.SPEC,
     norm.LAYER_NORM,
