@@ -19,6 +19,7 @@ from jtops.kernels.gated_linear_unit import gated_linear_unit
 from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jtops.kernels.softmax import log_softmax, logsumexp, softmax
+from jtops.kernels.swiglu import geglu, swiglu
 
 __all__ = [
     "Config",
@@ -37,6 +38,7 @@ __all__ = [
     "export_checks",
     "flash_attention",
     "gated_linear_unit",
+    "geglu",
     "layer_norm",
     "log_softmax",
     "logsumexp",
@@ -46,6 +48,7 @@ __all__ = [
     "sharded_call",
     "softmax",
     "strides_from_shape",
+    "swiglu",
     "triton_call",
     "utils",
 ]

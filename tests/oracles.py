@@ -77,6 +77,32 @@ def log_softmax_vjp(x, where=None, *, g, axis=-1):
     return dx if where is None else np.where(where, dx, 0.0), None
 
 
+def _gate(a, b, activation, g=None):
+    """Of halves apart, or of one array of both: the result, or the gradients."""
+    gate, up = (a, b) if b is not None else np.split(a, 2, -1)
+    value, slope = ACTIVATIONS[activation](gate)
+    if g is None:
+        return value * up
+    da, db = g * up * slope, g * value
+    return (da, db) if b is not None else (np.concatenate([da, db], -1), None)
+
+
+def swiglu(a, b=None):
+    return _gate(a, b, "silu")
+
+
+def swiglu_vjp(a, b=None, *, g):
+    return _gate(a, b, "silu", g)
+
+
+def geglu(a, b=None, *, approximate=True):
+    return _gate(a, b, "gelu" if approximate else "gelu_exact")
+
+
+def geglu_vjp(a, b=None, *, g, approximate=True):
+    return _gate(a, b, "gelu" if approximate else "gelu_exact", g)
+
+
 def _cross_entropy_terms(logits, labels, weights, ignore_index, softcap):
     """The logits that count, their softmax, lse, each row's weight, and where its label is."""
     x = logits if softcap is None else softcap * np.tanh(logits / softcap)
