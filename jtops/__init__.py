@@ -18,6 +18,7 @@ from jtops.kernels.cross_entropy import cross_entropy
 from jtops.kernels.gated_linear_unit import gated_linear_unit
 from jtops.kernels.matmul import matmul
 from jtops.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jtops.kernels.rope import rope
 from jtops.kernels.softmax import log_softmax, logsumexp, softmax
 from jtops.kernels.swiglu import geglu, swiglu
 
@@ -45,6 +46,7 @@ __all__ = [
     "matmul",
     "next_power_of_2",
     "rms_norm",
+    "rope",
     "sharded_call",
     "softmax",
     "strides_from_shape",

@@ -103,6 +103,25 @@ def geglu_vjp(a, b=None, *, g, approximate=True):
     return _gate(a, b, "gelu" if approximate else "gelu_exact", g)
 
 
+def rope(x, positions=None, *, theta=10000.0, rotary_dim=None, inverse_frequencies=None, interleaved=False, direction=1):
+    n = (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
+    frequencies = theta ** (-np.arange(n) / n) if inverse_frequencies is None else np.array(inverse_frequencies)
+    positions = np.arange(x.shape[-3]) if positions is None else positions
+    turn = np.exp(1j * direction * positions[..., None, None] * frequencies)
+    pairs = (
+        x[..., : 2 * n].reshape(*x.shape[:-1], n, 2)
+        if interleaved
+        else x[..., : 2 * n].reshape(*x.shape[:-1], 2, n).swapaxes(-1, -2)
+    )
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    parts = np.stack([turned.real, turned.imag], -1 if interleaved else -2).reshape(*turned.shape[:-1], 2 * n)
+    return np.concatenate([parts, np.broadcast_to(x[..., 2 * n :], (*parts.shape[:-1], x.shape[-1] - 2 * n))], -1)
+
+
+def rope_vjp(x, positions=None, *, g, **options):
+    return rope(g, positions, **options, direction=-1), None
+
+
 def _cross_entropy_terms(logits, labels, weights, ignore_index, softcap):
     """The logits that count, their softmax, lse, each row's weight, and where its label is."""
     x = logits if softcap is None else softcap * np.tanh(logits / softcap)

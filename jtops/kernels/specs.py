@@ -1,6 +1,6 @@
 """Every op's SPEC: a line for each. Tests, benchmarks and `jtops.tune` go by these."""
 
-from jtops.kernels import add, cross_entropy, gated_linear_unit, matmul, swiglu
+from jtops.kernels import add, cross_entropy, gated_linear_unit, matmul, rope, swiglu
 from jtops.kernels._lib.spec import Spec
 from jtops.kernels.attention import cases as attention
 from jtops.kernels.norm import cases as norm
@@ -19,6 +19,7 @@ _ALL = (
     softmax.LOGSUMEXP,
     matmul.SPEC,
     norm.RMS_NORM,
+    rope.SPEC,
     softmax.SOFTMAX,
     swiglu.SWIGLU,
 )
