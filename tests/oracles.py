@@ -77,6 +77,89 @@ def log_softmax_vjp(x, where=None, *, g, axis=-1):
     return dx if where is None else np.where(where, dx, 0.0), None
 
 
+def _gate(a, b, activation, g=None):
+    """Of halves apart, or of one array of both: the result, or the gradients."""
+    gate, up = (a, b) if b is not None else np.split(a, 2, -1)
+    value, slope = ACTIVATIONS[activation](gate)
+    if g is None:
+        return value * up
+    da, db = g * up * slope, g * value
+    return (da, db) if b is not None else (np.concatenate([da, db], -1), None)
+
+
+def swiglu(a, b=None):
+    return _gate(a, b, "silu")
+
+
+def swiglu_vjp(a, b=None, *, g):
+    return _gate(a, b, "silu", g)
+
+
+def geglu(a, b=None, *, approximate=True):
+    return _gate(a, b, "gelu" if approximate else "gelu_exact")
+
+
+def geglu_vjp(a, b=None, *, g, approximate=True):
+    return _gate(a, b, "gelu" if approximate else "gelu_exact", g)
+
+
+def rope(x, positions=None, *, theta=10000.0, rotary_dim=None, inverse_frequencies=None, interleaved=False, direction=1):
+    n = (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
+    frequencies = theta ** (-np.arange(n) / n) if inverse_frequencies is None else np.array(inverse_frequencies)
+    positions = np.arange(x.shape[-3]) if positions is None else positions
+    turn = np.exp(1j * direction * positions[..., None, None] * frequencies)
+    pairs = (
+        x[..., : 2 * n].reshape(*x.shape[:-1], n, 2)
+        if interleaved
+        else x[..., : 2 * n].reshape(*x.shape[:-1], 2, n).swapaxes(-1, -2)
+    )
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    parts = np.stack([turned.real, turned.imag], -1 if interleaved else -2).reshape(*turned.shape[:-1], 2 * n)
+    return np.concatenate([parts, np.broadcast_to(x[..., 2 * n :], (*parts.shape[:-1], x.shape[-1] - 2 * n))], -1)
+
+
+def rope_vjp(x, positions=None, *, g, **options):
+    return rope(g, positions, **options, direction=-1), None
+
+
+def _cross_entropy_terms(logits, labels, weights, ignore_index, softcap):
+    """The logits that count, their softmax, lse, each row's weight, and where its label is."""
+    x = logits if softcap is None else softcap * np.tanh(logits / softcap)
+    lse = logsumexp(x, axis=-1)
+    counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
+    w = counts * np.broadcast_to(1.0 if weights is None else weights, labels.shape)
+    return x, np.exp(x - lse[..., None]), lse, w, counts, np.arange(x.shape[-1]) == labels[..., None]
+
+
+def _cross_entropy_rows(x, lse, label, label_smoothing, z_loss):
+    """Each row's loss without its weight."""
+    target = (1 - label_smoothing) * label + label_smoothing / x.shape[-1]
+    return lse - (target * x).sum(-1) + z_loss * lse**2
+
+
+def cross_entropy(
+    logits, labels, weights=None, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="none"
+):
+    x, _, lse, w, _, label = _cross_entropy_terms(logits, labels, weights, ignore_index, softcap)
+    losses = w * _cross_entropy_rows(x, lse, label, label_smoothing, z_loss)
+    return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / w.sum()}[reduction]
+
+
+def cross_entropy_vjp(
+    logits, labels, weights=None, *, g, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="none"
+):
+    x, p, lse, w, counts, label = _cross_entropy_terms(logits, labels, weights, ignore_index, softcap)
+    rows = _cross_entropy_rows(x, lse, label, label_smoothing, z_loss)
+    g = np.broadcast_to(g / w.sum() if reduction == "mean" else g, lse.shape)
+    target = (1 - label_smoothing) * label + label_smoothing / x.shape[-1]
+    dx = (g * w)[..., None] * (p * (1 + 2 * z_loss * lse)[..., None] - target)
+    dx = dx if softcap is None else dx * (1 - np.tanh(logits / softcap) ** 2)
+    if weights is None:
+        return dx, None, None
+    mean = (w * rows).sum() / w.sum() if reduction == "mean" else 0.0
+    return dx, None, _sum_to(g * counts * (rows - mean), weights)
+
+
 def layer_norm(x, scale=None, bias=None, *, epsilon=1e-6, scale_offset=0.0):
     centred = x - x.mean(-1, keepdims=True)
     y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
