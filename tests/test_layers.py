@@ -51,7 +51,7 @@ def test_flax_computes_it(make, options, reason):
 def test_explain_of_a_jitted_layer():
     """A function that was traced before says the same."""
     layer = attention(nnx, 1, 512)
-    call = jax.jit(lambda x: layer(x))
+    call = jax.jit(layer)
     call(X)
     assert any("head dims above 256" in launch.reason for launch in jtops.explain(call, X))
 
