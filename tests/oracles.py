@@ -77,6 +77,89 @@ def log_softmax_vjp(x, where=None, *, g, axis=-1):
     return dx if where is None else np.where(where, dx, 0.0), None
 
 
+def _gate(a, b, activation, g=None):
+    """Of halves apart, or of one array of both: the result, or the gradients."""
+    gate, up = (a, b) if b is not None else np.split(a, 2, -1)
+    value, slope = ACTIVATIONS[activation](gate)
+    if g is None:
+        return value * up
+    da, db = g * up * slope, g * value
+    return (da, db) if b is not None else (np.concatenate([da, db], -1), None)
+
+
+def swiglu(a, b=None):
+    return _gate(a, b, "silu")
+
+
+def swiglu_vjp(a, b=None, *, g):
+    return _gate(a, b, "silu", g)
+
+
+def geglu(a, b=None, *, approximate=True):
+    return _gate(a, b, "gelu" if approximate else "gelu_exact")
+
+
+def geglu_vjp(a, b=None, *, g, approximate=True):
+    return _gate(a, b, "gelu" if approximate else "gelu_exact", g)
+
+
+def rope(x, positions=None, *, theta=10000.0, rotary_dim=None, inverse_frequencies=None, interleaved=False, direction=1):
+    n = (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
+    frequencies = theta ** (-np.arange(n) / n) if inverse_frequencies is None else np.array(inverse_frequencies)
+    positions = np.arange(x.shape[-3]) if positions is None else positions
+    turn = np.exp(1j * direction * positions[..., None, None] * frequencies)
+    pairs = (
+        x[..., : 2 * n].reshape(*x.shape[:-1], n, 2)
+        if interleaved
+        else x[..., : 2 * n].reshape(*x.shape[:-1], 2, n).swapaxes(-1, -2)
+    )
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    parts = np.stack([turned.real, turned.imag], -1 if interleaved else -2).reshape(*turned.shape[:-1], 2 * n)
+    return np.concatenate([parts, np.broadcast_to(x[..., 2 * n :], (*parts.shape[:-1], x.shape[-1] - 2 * n))], -1)
+
+
+def rope_vjp(x, positions=None, *, g, **options):
+    return rope(g, positions, **options, direction=-1), None
+
+
+def _cross_entropy_terms(logits, labels, weights, ignore_index, softcap):
+    """The logits that count, their softmax, lse, each row's weight, and where its label is."""
+    x = logits if softcap is None else softcap * np.tanh(logits / softcap)
+    lse = logsumexp(x, axis=-1)
+    counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
+    w = counts * np.broadcast_to(1.0 if weights is None else weights, labels.shape)
+    return x, np.exp(x - lse[..., None]), lse, w, counts, np.arange(x.shape[-1]) == labels[..., None]
+
+
+def _cross_entropy_rows(x, lse, label, label_smoothing, z_loss):
+    """Each row's loss without its weight."""
+    target = (1 - label_smoothing) * label + label_smoothing / x.shape[-1]
+    return lse - (target * x).sum(-1) + z_loss * lse**2
+
+
+def cross_entropy(
+    logits, labels, weights=None, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="none"
+):
+    x, _, lse, w, _, label = _cross_entropy_terms(logits, labels, weights, ignore_index, softcap)
+    losses = w * _cross_entropy_rows(x, lse, label, label_smoothing, z_loss)
+    return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / w.sum()}[reduction]
+
+
+def cross_entropy_vjp(
+    logits, labels, weights=None, *, g, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="none"
+):
+    x, p, lse, w, counts, label = _cross_entropy_terms(logits, labels, weights, ignore_index, softcap)
+    rows = _cross_entropy_rows(x, lse, label, label_smoothing, z_loss)
+    g = np.broadcast_to(g / w.sum() if reduction == "mean" else g, lse.shape)
+    target = (1 - label_smoothing) * label + label_smoothing / x.shape[-1]
+    dx = (g * w)[..., None] * (p * (1 + 2 * z_loss * lse)[..., None] - target)
+    dx = dx if softcap is None else dx * (1 - np.tanh(logits / softcap) ** 2)
+    if weights is None:
+        return dx, None, None
+    mean = (w * rows).sum() / w.sum() if reduction == "mean" else 0.0
+    return dx, None, _sum_to(g * counts * (rows - mean), weights)
+
+
 def layer_norm(x, scale=None, bias=None, *, epsilon=1e-6, scale_offset=0.0):
     centred = x - x.mean(-1, keepdims=True)
     y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
@@ -145,27 +228,77 @@ def visible(q, k, *, causal=False, window=None, segment_ids=None, q_lengths=None
     return seen
 
 
-def attention_parts(q, k, v, *, scale=None, **masks):
-    """-> probabilities [..., h, s, t], heads' k and v, each query head with its own, and the scale."""
+def positions(q, k, *, causal=False, q_lengths=None, kv_lengths=None):
+    """Where each query stands: [..., s, 1]."""
+    i = np.arange(q.shape[-3])[:, None]
+    if causal != "bottom_right":
+        return i
+    length = lambda given, size: np.asarray(size if given is None else np.minimum(given, size))[..., None, None]
+    return i + length(kv_lengths, k.shape[-3]) - length(q_lengths, q.shape[-3])
+
+
+def attention_parts(
+    q, k, v, bias=None, mask=None, sinks=None, *, scale=None, softcap=None, alibi_slopes=None, **masks
+):  # fmt: skip
+    """-> probabilities [..., h, s, t] and those of the sinks [..., h, s, 1], heads' k and v, each query head with its own, the
+    scale, and the slope of the cap.
+    """
     r, scale = q.shape[-2] // k.shape[-2], q.shape[-1] ** -0.5 if scale is None else scale
     seen = visible(q, k, **masks)[..., None, :, :]
     k, v = np.repeat(k, r, -2), np.repeat(v, r, -2)
     logits = np.einsum("...shd,...thd->...hst", q, k) * scale
-    return softmax(logits, np.broadcast_to(seen, logits.shape)), k, v, scale
+    slope = 1.0
+    if softcap is not None:
+        slope = 1 / np.cosh(logits / softcap) ** 2
+        logits = softcap * np.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias
+    if alibi_slopes is not None:
+        given = {name: masks[name] for name in ("causal", "q_lengths", "kv_lengths") if name in masks}
+        distance = np.abs(positions(q, k, **given) - np.arange(k.shape[-3]))
+        logits = logits - np.asarray(alibi_slopes)[:, None, None] * distance[..., None, :, :]
+    if mask is not None:
+        seen = seen & mask
+    seen = np.broadcast_to(seen & (logits > -np.inf), logits.shape)
+    sink = np.broadcast_to(np.asarray(-np.inf if sinks is None else sinks[:, None, None]), (*logits.shape[:-1], 1))
+    p = softmax(np.concatenate([logits, sink], -1), np.concatenate([seen, sink > -np.inf], -1))
+    return p[..., :-1], p[..., -1:], k, v, scale, slope
 
 
-def flash_attention(q, k, v, **options):
-    p, _, v, _ = attention_parts(q, k, v, **options)
+def flash_attention(q, k, v, *scores, **options):
+    p, _, _, v, _, _ = attention_parts(q, k, v, *scores, **options)
     return np.einsum("...hst,...the->...she", p, v)
 
 
-def flash_attention_vjp(q, k, v, *, g, **options):
-    p, kh, vh, scale = attention_parts(q, k, v, **options)
+def flash_attention_vjp(q, k, v, bias=None, mask=None, sinks=None, *, g, **options):
+    p, p_sink, kh, vh, scale, slope = attention_parts(q, k, v, bias, mask, sinks, **options)
     dp = np.einsum("...she,...the->...hst", g, vh)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    mean = (p * dp).sum(-1, keepdims=True)
+    dlogits = p * (dp - mean)
+    ds = dlogits * slope * scale
     grouped = lambda x: x.reshape(*x.shape[:-2], k.shape[-2], -1, x.shape[-1]).sum(-2)
     dk, dv = np.einsum("...hst,...shd->...thd", ds, q), np.einsum("...hst,...she->...the", p, g)
-    return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv)
+    dbias = None if bias is None else _sum_to(dlogits, bias)
+    dsinks = None if sinks is None else _sum_to(-(p_sink * mean).sum((-2, -1)), sinks)
+    return np.einsum("...hst,...thd->...shd", ds, kh), grouped(dk), grouped(dv), dbias, None, dsinks
+
+
+def _by_our_names(is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None, **same):
+    return {
+        "causal": is_causal,
+        "window": local_window_size,
+        "q_lengths": query_seq_lengths,
+        "kv_lengths": key_value_seq_lengths,
+        **same,
+    }
+
+
+def dot_product_attention(query, key, value, bias=None, mask=None, **options):
+    return flash_attention(query, key, value, bias, mask, **_by_our_names(**options))
+
+
+def dot_product_attention_vjp(query, key, value, bias=None, mask=None, *, g, **options):
+    return flash_attention_vjp(query, key, value, bias, mask, g=g, **_by_our_names(**options))[:5]
 
 
 def _normal_cdf(z):

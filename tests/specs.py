@@ -87,5 +87,6 @@ def truth_vjp(spec, case, operands, g):
 
 
 def value_and_vjp(f, operands, g):
-    """The value of `f` and the gradients of its floating operands, under jit as users have it."""
-    return jax.jit(lambda operands, g: with_gradients(f)(*operands, cotangent=g))(operands, g)
+    """The value of `f` and the gradients of its floating operands, under jit as users have it; `g` in the value's dtype."""
+    cast = lambda operands, g: jax.tree.map(lambda x, g: g.astype(x.dtype), jax.eval_shape(f, *operands), g)
+    return jax.jit(lambda operands, g: with_gradients(f)(*operands, cotangent=cast(operands, g)))(operands, g)

@@ -4,9 +4,11 @@ Without Triton the decorator keeps the Python function, as the Triton module bes
 """
 
 from jtops._compat import triton as triton_compat
+from jtops._compat.versions import parsed
 
 __all__ = [
     "FIRST_NAMED_BARRIER",
+    "PROVEN",
     "NVMMASharedLayout",
     "aggregate",
     "allocate_barriers",
@@ -16,10 +18,12 @@ __all__ = [
     "mbarrier",
     "named_barrier_arrive",
     "named_barrier_sync",
+    "reinterpret",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
+    "version",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -28,10 +32,19 @@ __all__ = [
 # one more for each worker of several warps: with three such workers this is the first free one.
 FIRST_NAMED_BARRIER = 5
 
+PROVEN = {(3, 6), (3, 9)}  # the versions of Triton whose warp specialised kernels were right on a GPU
+
+
+def version() -> tuple[int, ...]:
+    """Triton's version, as `PROVEN` has it."""
+    return parsed(triton_compat.triton.__version__)[:2]
+
+
 if triton_compat.HAS_TRITON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -50,13 +63,20 @@ if triton_compat.HAS_TRITON:
         tma_reduce_add = tma.async_atomic_add
     else:  # triton 3.6 has the operation but no name for it
         from triton._C.libtriton import ir
-        from triton.experimental.gluon.language._core import builtin
 
         @builtin
         def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
             """Add a block of shared memory to global memory by TMA; callers wait for it as for a store."""
             coord = _semantic._convert_to_ir_values(coord, require_i64=False)
             _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+    public = hasattr(shared_memory_descriptor, "reinterpret")  # private in triton 3.6
+    reinterpreted = shared_memory_descriptor.reinterpret if public else shared_memory_descriptor._reinterpret
+
+    @builtin
+    def reinterpret(tile, dtype, shape, layout, _semantic=None):
+        """The same shared memory as a tile of another dtype, shape and layout."""
+        return reinterpreted(tile, dtype, shape, layout, _semantic=_semantic)
 
     @gluon.jit
     def allocate_barriers(count: gl.constexpr):
@@ -86,4 +106,6 @@ if triton_compat.HAS_TRITON:
 else:
     gluon = gl = aggregate = mbarrier = tma_load = tma_store = tma_store_wait = triton_compat.triton
     tma_reduce_add = named_barrier_arrive = named_barrier_sync = triton_compat.triton
-    NVMMASharedLayout = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = allocate_barriers = triton_compat.triton
+    NVMMASharedLayout = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = allocate_barriers = reinterpret = (
+        triton_compat.triton
+    )

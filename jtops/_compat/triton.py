@@ -106,6 +106,7 @@ def require_triton() -> None:
         raise ImportError(_why)
 
 
+_NEWEST_PTX = 88  # of CUDA 12.9. Triton 3.9 has an assembler of CUDA 13.4, jaxlib 0.11 and 0.12 of 13.0.
 _scalar: contextvars.ContextVar[bool] = contextvars.ContextVar("_scalar", default=False)
 
 
@@ -138,10 +139,18 @@ def _llvm_for(target):
         _scalar.reset(token)
 
 
+def _readable(target, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with a version of PTX that the driver and jaxlib's assembler read, which need not be as new as Triton's own."""
+    if target.backend != "cuda" or "ptx_version" in options:
+        return options
+    newest = nvidia_compiler.ptx_get_version(get_ptxas(target.arch).version)
+    return options if newest <= _NEWEST_PTX else options | {"ptx_version": _NEWEST_PTX}
+
+
 def compile_source(source, target, options) -> Any:
     """Compile by ``triton.compile``."""
     with _llvm_for(target):
-        return triton.compile(source, target=target, options=options)
+        return triton.compile(source, target=target, options=_readable(target, options))
 
 
 def source_of(kernel, signature: dict[str, Any], constants: dict[tuple, Any], aligned: list[tuple], key: str) -> Any:
@@ -246,7 +255,7 @@ def cache_directory() -> str:
 def forget_on_disk(source, target, options: dict[str, Any]) -> None:
     """Remove what makes Triton's disk cache hold the compilation of `source`: the list of its files."""
     backend = make_backend(target)
-    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    parsed = backend.parse_options(dict(_readable(target, options), **source.parse_options()))
     key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if path := manager.get_file(f"__grp__{source.name[:150]}.json"):

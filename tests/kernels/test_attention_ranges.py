@@ -1,5 +1,6 @@
 """Attention's masks in kernels: the ranges that they walk, by trying everything small; and what the portable launchers are told."""
 
+import contextlib
 import dataclasses
 import itertools
 from types import FunctionType, SimpleNamespace
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 import jtops
+from jtops._compat.triton import tl, triton
 from jtops.core.target import Target
+from jtops.kernels._lib.frame.launch import Rows
 from jtops.kernels.attention import mask as masks
 from jtops.kernels.attention.mask import Mask
 from jtops.kernels.attention.portable import backward as portable_backward
@@ -136,6 +139,46 @@ def test_queries_that_a_block_of_keys_walks(size):
                 assert tight(blocks(start, stop, size), wanted), what
 
 
+@triton.jit
+def narrowed_kernel(ids_ptr, others_ptr, found_ptr, start, stop, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    ids = tl.load(ids_ptr + tl.arange(0, ROWS))
+    others = masks.Operand(others_ptr, Rows(1, 1))
+    first, last = masks.narrowed(start, stop, ids, others, tl.program_id(0), n, BLOCK)
+    tl.store(found_ptr, first)
+    tl.store(found_ptr + 1, last)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("ids", "others"),
+    [
+        ([3, 3, 4, 4], np.repeat([0, 1, 2, 3, 4, 5], 50)),
+        ([4, -1, -1, 2], np.repeat([0, 1, 2, 3, 4, 5], 50)),
+        ([7, 7, 7, 7], np.repeat([0, 1, 2], 100)),
+        ([-1, -1, -1, -5], np.repeat([0, -1, 2], 100)),
+        ([2**31 - 1] * 4, np.r_[np.zeros(299), 2**31 - 1]),
+        ([0, 0, 0, 0], np.r_[0, np.full(5000, 9), 0, np.full(5000, 9)]),
+        ([1, 1, 1, 1], np.r_[np.full(4095, 9), 1, 1, np.full(4095, 9)]),
+    ],
+)
+def test_ids_narrow_the_range(ids, others, implementation):
+    """To whole blocks from the first to past the last id between the least and the greatest, wherever one looks."""
+    n, block = len(others), 16
+    near = np.flatnonzero((others >= min([i for i in ids if i >= 0], default=2**31 - 1)) & (others <= max(ids)))
+    with jtops.config.interpret() if implementation == "interpret" else contextlib.nullcontext():
+        for start, stop in ((0, n), (32, n), (0, 40), (96, 96), (n // 32 * 16, n - 3)):
+            like = jax.ShapeDtypeStruct((2,), jnp.int32)
+            given = {"start": start, "stop": stop, "n": n, "ROWS": 4, "BLOCK": block}
+            operands = jnp.asarray(ids, jnp.int32), jnp.asarray(others, jnp.int32)
+            first, last = map(int, jtops.triton_call(*operands, kernel=narrowed_kernel, out_type=like, grid=1, **given))
+            inside = near[(near >= start) & (near < stop)]
+            assert first % block == 0
+            if inside.size:
+                assert (first, last) == (inside[0] // block * block, inside[-1] + 1)
+            else:
+                assert first == last
+
+
 # --------------------------------------------------------------------------------------------------------------- launchers
 
 
@@ -217,7 +260,7 @@ def precisions(**options):
 
     def launched(launch, kernel, **arguments):
         asked.append(arguments["PRECISION"])
-        return {name: jnp.zeros(t.shape, t.dtype) for name, t in arguments["outputs"].items()}
+        return {name: None if t is None else jnp.zeros(t.shape, t.dtype) for name, t in arguments["outputs"].items()}
 
     x = jnp.ones((1, 32, 1, 16))
     with jtops.config.target("sm_90"), mock.patch.object(portable_forward.Launch, "__call__", launched):

@@ -361,13 +361,25 @@ def variants(*operands, target="sm_90", **options):
         return {launch.name.removeprefix("jtops_flash_attention_"): launch.variant for launch in jtops.explain(grads, *operands)}
 
 
-HALF = [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)] * 3
+HALF = [jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)] * 3
 
 
 def test_hopper_has_kernels_of_its_own():
     hopper = {"fwd": "hopper", "vjp_preprocess": "hopper", "vjp": "hopper", "vjp_postprocess": "hopper"}
     assert variants(*HALF) == hopper
     assert variants(*HALF, causal=True, config=jtops.Config(variant="hopper")) == hopper
+
+
+def test_small_calls_take_what_is_launched_soonest():
+    """The backward's portable kernels are launched no sooner than Hopper's. A config that names the variant is obeyed."""
+    small = [jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)] * 3
+    got = variants(*small)
+    assert got["fwd"] == "portable (hopper: its launch would take longer than so small a call)"
+    assert got["vjp"] == "hopper"
+    assert variants(*small, config=jtops.Config(variant="hopper"))["fwd"] == "hopper"
+    assert variants(*small, config=jtops.Config(WARPGROUPS=2, BLOCK_N=128, num_stages=2))["fwd"] == "hopper"
+    assert variants(*[jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)] * 3)["fwd"] == "hopper"
+    assert variants(*[jax.ShapeDtypeStruct((1, 1023, 4, 64), jnp.bfloat16)] * 3)["fwd"].startswith("portable")
 
 
 @pytest.mark.parametrize(
@@ -378,7 +390,7 @@ def test_hopper_has_kernels_of_its_own():
         ("written for sm_90, not gfx942", HALF, {"target": "gfx942"}),
         ("no interpreter", HALF, {"implementation": "interpret", "target": None}),
         ("not float32", [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float32)] * 3, {}),
-        ("segment ids", HALF, {"segment_ids": jnp.zeros((2, 256), jnp.int32)}),
+        ("segment ids", HALF, {"segment_ids": jnp.zeros((2, 1024), jnp.int32)}),
     ],
 )
 def test_other_calls_take_the_portable_kernels(why, operands, how):

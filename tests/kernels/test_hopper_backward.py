@@ -22,13 +22,14 @@ from tests.kernels import lowered
 gpu = pytest.mark.gpu
 slow = pytest.mark.slow
 sds = jax.ShapeDtypeStruct
-Operands = collections.namedtuple("Operands", "q k v q_ids kv_ids q_lengths kv_lengths s_index")
+FIELDS = "q k v q_ids kv_ids q_lengths kv_lengths s_index bias mask sinks alibi_slopes"
+Operands = collections.namedtuple("Operands", FIELDS, defaults=[None] * 4)
 
 
 def launch(b=1, *, s=300, rows=(None, None), left=None, right=None, masked=False, **changes):
     """What the frame tells the launcher. `rows`: of q and of k and v, where they are not one a batch element."""
     q_rows, k_rows = (r or Rows(1, b) for r in rows)
-    options = {"scale": 0.125, "q_size": s, "left": left, "right": right, "align": None, "deterministic": True}
+    options = {"scale": 0.125, "softcap": None, "q_size": s, "left": left, "right": right, "align": None, "deterministic": True}
     options |= {k: changes.pop(k) for k in list(changes) if k in options}
     given = {
         "config": None,

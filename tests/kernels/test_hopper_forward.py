@@ -16,7 +16,8 @@ from tests import oracles
 from tests.kernels import lowered, sass
 
 gpu = pytest.mark.gpu
-Operands = collections.namedtuple("Operands", "q k v q_ids kv_ids q_lengths kv_lengths s_index")
+FIELDS = "q k v q_ids kv_ids q_lengths kv_lengths s_index bias mask sinks alibi_slopes"
+Operands = collections.namedtuple("Operands", FIELDS, defaults=[None] * 4)
 
 
 def launch_of(
@@ -33,6 +34,7 @@ def launch_of(
     given = Operands(own, *(rows or (own, own)), *(None if x is None else own for x in operands[3:7]), Rows(1, 1))
     options = {
         "scale": d**-0.5 if scale is None else scale,
+        "softcap": None,
         "left": left,
         "right": right,
         "align": "bottom_right" if causal == "bottom_right" else None,

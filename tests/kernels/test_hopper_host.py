@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jtops._compat import gluon as gluon_compat
 from jtops.kernels._lib.frame.launch import Config, Launch, Rows
 from jtops.kernels.attention.hopper import backward, forward
-from jtops.kernels.attention.mask import Mask
+from jtops.kernels.attention.mask import Mask, visible
 from tests.kernels import test_hopper_backward as of_backward
 from tests.kernels.test_hopper_forward import launch_of, types
 
@@ -53,6 +54,8 @@ def test_what_the_forward_refuses():
     q, k, _ = types(1, 64, 64, 1, 1, 64)
     values = lambda e: forward.unfit(*launch_of(q, k, jax.ShapeDtypeStruct((1, 64, 1, e), q.dtype)))
     assert [values(e) is None for e in (32, 36, 40, 64, 72)] == [False, False, True, True, False]
+    with mock.patch.object(gluon_compat, "version", return_value=(3, 8)):
+        assert unfit(1, 64, 64, 1, 1, 64) == "it is not proven with Triton 3.8"
     only_keys = launch_of(*types(1, 64, 64, 1, 1, 64))
     assert "ids" in forward.unfit(only_keys[0], only_keys[1]._replace(kv_ids=jnp.zeros((1, 64), jnp.int32)))
 
@@ -64,7 +67,8 @@ def test_blocks_without_a_mask_are_seen_in_full(block_n):
     said = set()
     for s, t, right, aligned, kv_length in sizes:
         align = "bottom_right" if aligned else None
-        cut = forward.cuts(Mask(right=right, align=align, kv_lengths=kv_length), s, t, s, block_n)
+        mask = Mask(right=right, align=align, kv_lengths=kv_length)
+        cut = forward.cuts(mask, s, t, s, block_n)
         said.add(cut)
         length = t if kv_length is None else min(kv_length, t)
         i, j = np.arange(-(-s // 64) * 64)[:, None], np.arange(-(-t // block_n) * block_n)[None, :]
@@ -77,7 +81,22 @@ def test_blocks_without_a_mask_are_seen_in_full(block_n):
             walked = [block for block in blocks if block.any()]
             plain = {"none": walked, "first": walked[:-1], "any": []}[cut]
             assert all(block.all() for block in plain), (s, t, right, aligned, kv_length, first)
+            if cut == "first" and not forward.dead(mask, t, s):  # no maximum is -inf from there on
+                assert walked[-1][: s - first].any(1).all(), (s, t, right, aligned, first)
     assert said == {"none", "first", "any"}
+
+
+def test_dead_queries_are_foretold():
+    """Those that see no key, by their place alone; lengths may make any."""
+    said = set()
+    for s, t, left, right, align in itertools.product((1, 5, 9), (1, 5, 9), (None, 0, 3), (None, 0, 2), (None, "bottom_right")):
+        mask = Mask(left=left, right=right, align=align)
+        seen = np.broadcast_to(visible(mask, s, t, s), (s, t))
+        assert forward.dead(mask, t, s) == (not seen.any(1).all()), (s, t, left, right, align)
+        said.add(forward.dead(mask, t, s))
+        assert forward.dead(mask._replace(q_lengths=0), t, s)
+        assert forward.dead(mask._replace(kv_lengths=0), t, s)
+    assert said == {True, False}
 
 
 def test_tiles_of_the_forward():
@@ -198,15 +217,18 @@ def test_turns_are_kept_only_for_one_order_of_sums(deterministic):
 
 @pytest.mark.parametrize("sizes", [(1, 4096, 8, 8, 128), (4, 16384, 32, 8, 128), (2, 65536, 16, 1, 64), (8, 512, 32, 32, 64)])
 def test_heads_whose_queries_fit_the_cache_go_together(sizes):
-    """Their q, cotangents and sums of dq: 8 bytes a number."""
+    """Their q, cotangents and sums of dq: 8 bytes a number. Without turns at least as many as run at one time."""
     b, s, h, g, d = sizes
-    shape = backward_launch(b, s, 256, h, g, d)["backward_kernel"]["shape"]
-    (_, _, groups, heads, parts, _, section) = shape
-    assert (groups, groups * heads) == (g * parts, h)
-    of_head = heads * s * d * 8
-    assert section & (section - 1) == 0
-    assert section == 1 or section * of_head <= 40 * 2**20
-    assert 2 * section * of_head > 40 * 2**20 or 2 * section > b * groups
+    for deterministic, t in ((True, 256), (False, 256), (False, 8192)):
+        shape = backward_launch(b, s, t, h, g, d, deterministic=deterministic)["backward_kernel"]["shape"]
+        (_, _, groups, heads, parts, _, section) = shape
+        assert (groups, groups * heads) == (g * parts, h)
+        of_head = heads * s * d * 8
+        least = 1 if deterministic else min(b * groups, -(-132 // (t // 128)))
+        assert section & (section - 1) == 0
+        assert 2 * section > least
+        assert section <= least or section * of_head <= 40 * 2**20
+        assert 2 * section * of_head > 40 * 2**20 or 2 * section > b * groups
 
 
 def test_a_call_without_cotangent_of_the_result():

@@ -35,11 +35,16 @@ def both(spec, case, implementation):
     return f, reference, draw(spec, case)
 
 
+def like(y, x):
+    """A result that may lack x's last axes, spread over them."""
+    return jnp.broadcast_to(y.reshape(y.shape + (1,) * (x.ndim - y.ndim)), x.shape)
+
+
 def scanned(f, n=3):
     """The first operand carried through `n` steps."""
 
     def g(*operands):
-        step = lambda x, _: (f(x, *operands[1:]) + x, None)
+        step = lambda x, _: (like(f(x, *operands[1:]), x) + x, None)
         return jax.lax.scan(step, operands[0], None, length=n)[0]
 
     return g
@@ -190,7 +195,7 @@ def test_empty(spec, case, implementation):
     for axis in (a for a in sizes if not a.isdigit()):
         empty = draw(spec, case.resized(axis, 0))
         value, grads = jax.jit(with_gradients(f))(*empty)
-        assert (value.shape, value.dtype) == (shape(**{axis: 0}), empty[0].dtype)
+        assert (value.shape, value.dtype) == (shape(**{axis: 0}), jnp.dtype(spec.result_dtype or empty[0].dtype))
         for x, grad in zip([empty[i] for i in floating(empty)], grads, strict=True):
             assert grad.shape == x.shape
             if axis in result:  # so there is no cotangent
@@ -319,9 +324,7 @@ def test_residual_memory(spec):
     first = case.named_axes()[0][0][0]
     x, *others = case.resized(first, 1024).types("float32")  # so large that what is small does not count
     f = function(spec, case, implementation="interpret")
-    loss = lambda x, *others: (
-        jax.lax.scan(lambda c, _: (jnp.broadcast_to(f(c, *others), c.shape), None), x, None, length=layers)[0] ** 2
-    ).sum()
+    loss = lambda x, *others: (jax.lax.scan(lambda c, _: (like(f(c, *others), c), None), x, None, length=layers)[0] ** 2).sum()
     used, size = jax.jit(jax.grad(loss)).lower(x, *others).compile().memory_analysis().temp_size_in_bytes, x.size * x.dtype.itemsize
     assert used <= (layers * (spec.kept + 0.3) + 5) * size, used / size  # statistics: one or two numbers of a row
     assert used > (layers * spec.kept - 1) * size, used / size

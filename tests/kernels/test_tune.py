@@ -71,7 +71,7 @@ def test_several_choices_of_a_stage():
     attention = jax.grad(lambda q, k, v: jtops.flash_attention(q, k, v).sum().astype("float32"), (0, 1, 2))
     names = [f"flash_attention portable.{name}" for name in ("out", "vjp_dkdv", "vjp_dq")]
     assert found(attention, q, q, q) == names
-    q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)  # Hopper's backward has no other tiles
+    q = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)  # Hopper's backward has no other tiles
     assert found(attention, q, q, q) == ["flash_attention hopper.out"]
     w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     loss = lambda a, b: jtops.matmul(a, b, activation="relu").sum().astype("float32")

@@ -150,6 +150,7 @@ class Spec:
     # For ops bound by arithmetic: (options, **operands) -> floating-point operations that the maths needs.
     forward_flops: Callable[..., int] | None = None
     backward_flops: Callable[..., int] | None = None
+    result_dtype: str | None = None  # of results that do not have the operands'; float64 for float64 operands
     one_dtype: bool = False  # operands of several dtypes are refused
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     tuned: tuple[Case, ...] = ()  # sizes of models, the most valuable first: what `jtops.tune` begins with

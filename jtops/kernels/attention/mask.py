@@ -49,13 +49,24 @@ class Mask(NamedTuple):
     q_index: Any = None  # the queries' indices in the whole sequence; a kernel reads the first. None: it is 0
 
 
-def visible(mask: Mask, s: int, t: int, q_size: int):
-    """Which query may see which key: boolean, broadcastable to [..., s, t]."""
+def _indices(mask: Mask, s: int, t: int, q_size: int):
+    """Indices of queries and keys, the lengths of both, and the queries' positions; broadcastable to [..., s, t]."""
     i, j = jnp.arange(s)[:, None] if mask.q_index is None else mask.q_index[..., :, None], jnp.arange(t)[None, :]
     length = lambda given, size: jnp.asarray(size) if given is None else jnp.minimum(given, size)[..., None, None]
     q_length, kv_length = length(mask.q_lengths, q_size), length(mask.kv_lengths, t)
+    return i, j, q_length, kv_length, i + kv_length - q_length if mask.align == "bottom_right" else i
+
+
+def distance(mask: Mask, s: int, t: int, q_size: int):
+    """How far each query's position is from each key's."""
+    _, j, _, _, position = _indices(mask, s, t, q_size)
+    return jnp.abs(position - j)
+
+
+def visible(mask: Mask, s: int, t: int, q_size: int):
+    """Which query may see which key: boolean, broadcastable to [..., s, t]."""
+    i, j, q_length, kv_length, position = _indices(mask, s, t, q_size)
     seen = (i < q_length) & (j < kv_length)
-    position = i + kv_length - q_length if mask.align == "bottom_right" else i
     if mask.left is not None:
         seen &= j >= position - mask.left
     if mask.right is not None:
@@ -74,7 +85,7 @@ def operand_of(launch: Launch, x, name: str) -> Operand | None:
 def mask_of(launch: Launch, x) -> Mask:
     """The mask of a call as a kernel takes it."""
     options = launch.options
-    positioned = options["left"] is not None or options["right"] is not None or x.q_lengths is not None
+    positioned = any(given is not None for given in (options["left"], options["right"], x.q_lengths, x.alibi_slopes))
     return Mask(
         left=options["left"],
         right=options["right"],
@@ -118,11 +129,20 @@ def sequence_of(b, mask, shape):
 
 @triton.jit
 def ids_of(operand, b, index, n):
-    """Segment ids of batch element b at `index`, -1 from n on. Without ids, it returns anything of that shape."""
-    ids = index
+    """Segment ids of batch element b at `index`, -1 from n on; None without ids."""
+    ids = None
     if operand is not None:
         ids = tl.load(operand.array + operand_row(operand, b) * n + index, mask=index < n, other=-1)
     return ids
+
+
+@triton.jit
+def along(ids, AXIS: tl.constexpr):
+    """Ids with the other side's axis, `AXIS`; None without ids."""
+    wide = None
+    if ids is not None:
+        wide = ids.expand_dims(AXIS)
+    return wide
 
 
 @triton.jit
@@ -168,6 +188,29 @@ def key_range(first, last, sequence, mask, BLOCK: tl.constexpr):
         full_start = start
         full_stop = start
     return start, full_start, full_stop, stop
+
+
+@triton.jit
+def narrowed(start, stop, ids, others, b, n, BLOCK: tl.constexpr):
+    """The part of start..stop, in blocks, that may have ids of `ids`: it begins and ends where `others` has one between their least
+    and their greatest. Packed sequences lie one after the other, so that is their own part; ids in any order cost no more than a
+    look at each.
+    """
+    if others is not None:
+        CHUNK: tl.constexpr = 4096
+        least = tl.min(tl.where(ids >= 0, ids, 2147483647), 0)
+        greatest = tl.max(ids, 0)
+        first = stop
+        last = start
+        for chunk in range(start, stop, CHUNK):
+            index = chunk + tl.arange(0, CHUNK)
+            other = ids_of(others, b, index, n)
+            near = (other >= least) & (other <= greatest) & (index < stop)
+            first = tl.minimum(first, tl.min(tl.where(near, index, 2147483647), 0))
+            last = tl.maximum(last, tl.max(tl.where(near, index + 1, 0), 0))
+        start = first // BLOCK * BLOCK
+        stop = tl.maximum(last, start)
+    return start, stop
 
 
 @triton.jit

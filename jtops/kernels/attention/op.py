@@ -6,24 +6,29 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jtops.config import Implementation, is_deterministic
+from jtops.errors import UnsupportedError
 from jtops.kernels._lib import checks, precision
 from jtops.kernels._lib.frame.launch import Config
 from jtops.kernels._lib.frame.op import fused_op
 from jtops.kernels.attention.reference import attention
+from jtops.kernels.attention.scores import MAX_COLUMNS
 from jtops.kernels.attention.variants import BACKWARD, FORWARD
 
 _OP = "flash_attention"
 _MAX_HEAD_DIM = 256
 
 
-def limits(q, k, v, *_, **__) -> str | None:
+def limits(q, k, v, *others, **_) -> str | None:
     """Why a legal call has no kernel; None if it has one."""
     if max(q.shape[-1], v.shape[-1]) > _MAX_HEAD_DIM:
         return f"no kernel for head dims above {_MAX_HEAD_DIM}; got q and k {q.shape[-1]}, v {v.shape[-1]}"
-    return checks.kernel_floats(q, k, v)
+    _, _, _, _, bias, mask, *of_heads = (*others, *(None,) * 8)[:8]
+    if (columns := max(x.shape[-1] for x in (bias, mask, k) if x is not None)) > MAX_COLUMNS:
+        return f"no kernel for a bias or mask of more than {MAX_COLUMNS} keys; got {columns}"
+    return checks.kernel_floats(q, k, v, bias, *of_heads)
 
 
 _attention = fused_op(
@@ -36,6 +41,10 @@ _attention = fused_op(
         "kv_ids": "t",
         "q_lengths": "",
         "kv_lengths": "",
+        "bias": "(g r) s t",
+        "mask": "(g r) s t",
+        "sinks": "(g r)",
+        "alibi_slopes": "(g r)",
     },
     results={"out": "s (g r) e", "lse": "s (g r)"},
     reference=attention,
@@ -55,12 +64,17 @@ type Window = int | tuple[int | None, int | None]
 class _Options(TypedDict, total=False):
     """The options that both forms of the call take besides `return_lse`."""
 
+    bias: Array | None
+    mask: Array | None
     causal: Causal
     window: Window | None
     segment_ids: Array | tuple[Array, Array] | None
     q_lengths: Array | int | None
     kv_lengths: Array | int | None
     scale: float | None
+    softcap: float | None
+    sinks: Array | None
+    alibi_slopes: Array | None
     precision: Any
     deterministic: bool | None
     implementation: Implementation | None
@@ -78,22 +92,28 @@ def flash_attention(
     k: Float[Array, "*batch t g d"],
     v: Float[Array, "*batch t g e"],
     *,
+    bias: Float[Array, "#*batch #h #s #t"] | None = None,
+    mask: Bool[Array, "#*batch #h #s #t"] | None = None,
     causal: Causal = False,
     window: Window | None = None,
     segment_ids: Int[Array, "*batch s"] | tuple[Int[Array, "*batch s"], Int[Array, "*batch t"]] | None = None,
     q_lengths: Int[Array, "*batch"] | int | None = None,
     kv_lengths: Int[Array, "*batch"] | int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
     precision: Any = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: Config | None = None,
 ):
-    """``softmax(scale * q k^T + mask) v`` for each head, without ever writing the matrix of scores.
+    """``softmax(scale * q k^T + bias) v`` for each head, without ever writing the matrix of scores.
 
-    Query head i reads key/value head ``i // (h / g)``. Scores, their softmax and all sums are float32. All masks hold together. A
-    query that may see no key gives 0, lse -inf and no gradient. Elements at or past `kv_lengths` and `q_lengths`, or with a
+    Query head i reads key/value head ``i // (h / g)``. Scores, their softmax and all sums are float32. Scores are scaled, capped by
+    `softcap`, added to the bias, then masked. All masks hold together. A query that may see no key gives 0, lse -inf (or its sink)
+    and no gradient. Elements at or past `kv_lengths` and `q_lengths`, or with a
     negative segment id, never leak, whatever they hold. Everything has the same bits every time, except that the gradient of q may
     differ in its last ones on Hopper GPUs, unless `deterministic`. Forward-mode and second derivatives take the reference, whose
     memory grows with s * t.
@@ -107,6 +127,9 @@ def flash_attention(
     Args:
       q: queries, [..., s, h, d]. Kernel dtypes: float32, bfloat16, float16; d and e up to 256.
       k, v: keys [..., t, g, d] and values [..., t, g, e], of q's dtype; g divides h.
+      bias: floating, added to the scores; -inf counts as masked. It and `mask` broadcast to [..., h, s, t], right-aligned. Its
+        gradient, float32 until it is rounded, has its own shape; only where it has queries and keys does that take s * t elements.
+      mask: boolean; True: the query sees the key.
       causal: True or "top_left": query i sees keys up to i; "bottom_right": up to ``i + kv_length - q_length``.
       window: keys that a query at position p sees: p - left .. p + right, inclusive; an int is both, None on a side no bound. It
         does not make attention causal.
@@ -114,6 +137,11 @@ def flash_attention(
         seen by nothing. Ids and lengths are int32 or shorter.
       q_lengths, kv_lengths: how many queries and keys of each batch element count; all, where that is more than there are.
       scale: factor of the scores; None is ``1 / sqrt(d)``.
+      softcap: positive; the scaled scores become ``softcap * tanh(scores / softcap)``.
+      sinks: [h], a logit that takes part in the softmax of every query of its head, in lse too, without a value; neither scaled,
+        capped nor masked.
+      alibi_slopes: [h]; ``slope * |query position - key|`` is subtracted from the scores where the bias is added. They have no
+        gradient.
       precision: accuracy of products of float32 inputs; None is what ``jax_default_matmul_precision`` says, else float32 accuracy.
       deterministic: True: the gradient of q is summed in one order, which makes the backward on Hopper GPUs 2 to 36 %
         slower. False: in any order. None is what ``jtops.config.deterministic`` says, else XLA's own flags, else False.
@@ -127,9 +155,11 @@ def flash_attention(
       [..., s, h, e] of q's dtype, or (that, lse).
 
     Raises:
-      TypeError: dtypes that differ or are not floating; ids or lengths that are not integers; `scale` traced.
-      ValueError: shapes that do not fit, heads that do not divide, a negative window, an unknown `causal` or `precision`.
-      UnsupportedError: head dims above 256 or float64, where a kernel must run.
+      TypeError: dtypes that differ or are not floating; a `mask` that is not boolean; ids or lengths that are not integers; `scale`
+        or `softcap` traced.
+      ValueError: shapes that do not fit, heads that do not divide, a negative window, a `softcap` that is not positive, an unknown
+        `causal` or `precision`.
+      UnsupportedError: head dims above 256 or float64, where a kernel must run; a derivative by `alibi_slopes`.
 
     Where scores reach tens of thousands the gradients of a kernel are less exact than those of "xla": it finds the probabilities
     again from one float32 log-sum-exp, whose last bit is then no longer small. Where all scores are -5e4 the gradient of v in
@@ -148,6 +178,9 @@ def flash_attention(
     batch = checks.broadcast(_OP, "batch axes", q=q.shape[:-3], k=k.shape[:-3], v=v.shape[:-3])
     q_ids, kv_ids = _segments(segment_ids, sizes, batch)
     lengths = [_integers(name, x, "...", sizes, batch) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
+    bias = None if bias is None else _table("bias", checks.array(_OP, "bias", bias), sizes, batch)
+    mask = None if mask is None else _table("mask", checks.boolean(_OP, "mask", mask), sizes, batch)
+    sinks, slopes = (_of_heads(name, x, sizes) for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)))
     left, right = _window(window, sizes["s"] + sizes["t"])
     if not isinstance(causal, bool | np.bool_ | str) or causal not in (False, True, "top_left", "bottom_right"):
         raise ValueError(f'{_OP}: causal must be False, True, "top_left" or "bottom_right"; got {causal!r}.')
@@ -160,10 +193,15 @@ def flash_attention(
         q_ids,
         kv_ids,
         *lengths,
+        bias,
+        mask,
+        sinks,
+        None if slopes is None else _without_gradient(slopes),
         implementation=implementation,
         config=config,
         results=2 if return_lse else 1,  # of a row that sees nothing lse is -inf, which jax_debug_infs would find
         scale=1 / math.sqrt(max(sizes["d"], 1)) if scale is None else checks.static_float(_OP, "scale", scale),
+        softcap=_softcap(softcap),
         precision=_precision(q, precision),
         deterministic=_deterministic(deterministic),
         q_size=sizes["s"],
@@ -172,6 +210,46 @@ def flash_attention(
         align="bottom_right" if causal == "bottom_right" else None,
     )
     return (out, *lse) if return_lse else out
+
+
+@jax.custom_jvp
+def _without_gradient(slopes):
+    """The slopes, whose derivative no kernel makes: whoever asks for it is told so, because silence would be a zero."""
+    return slopes
+
+
+@_without_gradient.defjvp
+def _refused(primals, tangents):
+    raise UnsupportedError(f"{_OP} has no derivative by alibi_slopes. Use jax.lax.stop_gradient, or give them as a bias.")
+
+
+def _softcap(given) -> float | None:
+    if given is None:
+        return None
+    softcap = checks.static_float(_OP, "softcap", given)
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"{_OP}: softcap must be positive and finite, or None; got {given!r}.")
+    return softcap
+
+
+def _table(name: str, x: jax.Array, sizes: dict[str, int], batch: tuple[int, ...]) -> jax.Array:
+    """A bias or mask with all of the axes [h, s, t], each whole or of size 1."""
+    x = x.reshape((1,) * (3 - x.ndim) + x.shape)
+    core = tuple(sizes[axis] for axis in "hst")
+    if any(n not in (1, full) for n, full in zip(x.shape[-3:], core, strict=True)):
+        wanted = f"[batch, h, s, t], here [..., {', '.join(map(str, core))}]"
+        raise ValueError(f"{_OP}: {name} must broadcast to {wanted}; got {x.shape}.")
+    checks.broadcast(_OP, "batch axes", attention=batch, **{name: x.shape[:-3]})
+    return x
+
+
+def _of_heads(name: str, x, sizes: dict[str, int]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = checks.array(_OP, name, x)
+    if x.shape != (sizes["h"],):
+        raise ValueError(f"{_OP}: {name} must have shape [h], here ({sizes['h']},); got {x.shape}.")
+    return x
 
 
 def _precision(q, asked) -> str:

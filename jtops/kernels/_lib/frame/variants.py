@@ -12,14 +12,16 @@ from jtops.kernels._lib.frame.launch import Launch
 class Variant:
     """A launcher of a stage, and which calls it serves.
 
-    `run` takes what a launcher takes, `blocks` are those that a `Config` for it must have, and `unfit`, which is given the launch
-    and the operands, says why a call is not for it, or None. The last variant of a stage needs no `unfit`: it serves every call.
+    `run` takes what a launcher takes, `blocks` are those that a `Config` for it must have. `unfit` and `slow`, which are given the
+    launch and the operands, say why it cannot serve a call, and why it would but later ones are quicker, or None. A config that
+    concerns the variant is not asked for the latter. The last variant of a stage needs neither: it serves every call.
     """
 
     name: str
     blocks: frozenset[str]
     run: Callable[..., tuple]
     unfit: Callable[[Launch, Any], str | None] = lambda launch, x: None
+    slow: Callable[[Launch, Any], str | None] = lambda launch, x: None
 
 
 def settled(launch: Launch, launcher: Callable | tuple[Variant, ...], x) -> tuple[Launch, Callable]:
@@ -34,6 +36,7 @@ def settled(launch: Launch, launcher: Callable | tuple[Variant, ...], x) -> tupl
     if not isinstance(launcher, tuple):
         return launch, launcher
     config, candidates = launch.config, launcher
+    concerned: tuple[Variant, ...] = ()
     if config is not None:
         concerned = tuple(v for v in launcher if config.concerns(v.name, v.blocks))
         candidates = concerned or launcher
@@ -41,7 +44,10 @@ def settled(launch: Launch, launcher: Callable | tuple[Variant, ...], x) -> tupl
     launch = dataclasses.replace(launch, config=config)
     reasons: list[str] = []
     for variant in candidates:
-        if (reason := variant.unfit(launch, x)) is None:
+        reason = variant.unfit(launch, x)
+        if reason is None and not concerned:
+            reason = variant.slow(launch, x)
+        if reason is None:
             passed = f" ({'; '.join(reasons)})" if reasons else ""
             return dataclasses.replace(launch, variant=variant.name, why=variant.name + passed), variant.run
         reasons.append(f"{variant.name}: {reason}")

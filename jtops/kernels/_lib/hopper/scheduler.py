@@ -1,7 +1,7 @@
 """Which tile a program of a persistent grid does next: drawn from a counter in global memory, handed over through shared memory.
 
 Programs that get short tiles draw more of them. The mover draws a number before it loads a tile and reads the answer after, so
-that the round trip to memory costs nothing; the users meet it in a `Ring` of two numbers.
+that the round trip to memory costs nothing; the users meet the place of that tile in a `Ring` of two.
 """
 
 from jtops._compat.gluon import gl, gluon, mbarrier
@@ -10,9 +10,9 @@ from jtops.kernels._lib.hopper.pipeline import new_ring, release, tile_of, wait_
 
 @gluon.jit
 def new_queue(USERS: gl.constexpr):
-    """A ring of two tile numbers."""
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return new_ring(numbers, 2, USERS)
+    """A ring of two places of tiles, three numbers each."""
+    places = gl.allocate_shared_memory(gl.int32, [2, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return new_ring(places, 2, USERS)
 
 
 @gluon.jit
@@ -37,21 +37,30 @@ def drawn(answer):
 
 
 @gluon.jit
-def publish(queue, i, tile):
-    """Publish `tile` as the i-th number of the queue; the mover, one warp, does."""
-    one_warp: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def publish(queue, i, b, head, row, more):
+    """Publish the i-th place of the queue, or that there is none if not `more`; the mover, one warp, does."""
+    one_warp: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    word = gl.arange(0, 4, layout=one_warp)
     wait_empty(queue, i)
-    tile_of(queue, i).store(gl.full([1], tile, gl.int32, layout=one_warp))
+    tile_of(queue, i).store(gl.where(word == 0, gl.where(more, b, -1), gl.where(word == 1, head, row)))
     mbarrier.arrive(queue.full.index(i % 2), count=1)
 
 
 @gluon.jit
 def take(queue, i):
-    """Take the i-th number of the queue; a user, four warps, does."""
+    """Take the i-th place of the queue, (b, head, row), and whether there is one; a user, four warps, does.
+
+    The mover divides, once for all users: they are in a hurry here.
+    """
+    four_warps: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    word = gl.arange(0, 4, layout=four_warps)
     wait_full(queue, i)
-    tile = gl.max(tile_of(queue, i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    told = tile_of(queue, i).load(four_warps)
     release(queue, i)
-    return tile
+    b = gl.max(gl.where(word == 0, told, -1), 0)
+    head = gl.max(gl.where(word == 1, told, -1), 0)
+    row = gl.max(gl.where(word == 2, told, -1), 0)
+    return (b, head, row), b >= 0
 
 
 @gluon.jit

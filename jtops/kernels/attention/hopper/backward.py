@@ -78,6 +78,7 @@ from jtops._compat.gluon import (
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -556,7 +557,7 @@ def store_part(x, desc, m, work, CONSUMER: gl.constexpr):
     staged = m.k.index(0)
     if CONSUMER == 1:
         staged = m.v.index(0)
-    staged = staged._reinterpret(gl.float32, desc.block_type.shape, desc.layout)
+    staged = reinterpret(staged, gl.float32, desc.block_type.shape, desc.layout)
     staged.reshape(x.shape).store(x)
     fence_async_shared()
     tma_store(desc, [work.b, first_key, work.part, 0], staged)
@@ -742,7 +743,10 @@ def backward(launch: Launch, x, saved, cotangents):
     )
     most = t + options["q_size"]  # a bound beyond it is none
     heads = h // (g * parts)  # of a part
-    section = min(batch * g * parts, max(1, _L2_BYTES // (heads * s * block * 8)))
+    section = max(1, _L2_BYTES // (heads * s * block * 8))
+    if not deterministic:  # as many as run at one time are read in any case; programs that take turns want fewer beside them
+        section = max(section, cdiv(MULTIPROCESSORS, cdiv(t, block_n)))
+    section = min(batch * g * parts, section)
     gradient = lambda n: over(jax.ShapeDtypeStruct((batch, t, g * parts, n), q.dtype if parts == 1 else jnp.float32), 64)
     got = launch(
         backward_kernel,
@@ -780,4 +784,4 @@ def backward(launch: Launch, x, saved, cotangents):
         )
         dq = after["dq_ptr"]
     whole = lambda x: x.reshape(batch, t, g, parts, -1).sum(3).astype(q.dtype) if parts > 1 else x
-    return dq, whole(got["dk_desc"]), whole(got["dv_desc"]), None, None, None, None
+    return dq, whole(got["dk_desc"]), whole(got["dv_desc"]), *[None] * (len(x) - 4)  # ids, lengths, what `limits` refuses

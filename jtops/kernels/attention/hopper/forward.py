@@ -29,6 +29,7 @@ times too large, and so is the sum that they are divided by. Row sums are kept p
 Which keys a query sees (`Mask`): query i of this shard those from ``max(0, i + shift - left)`` to before
 ``min(kv_length, i + shift + right + 1)``. Blocks begin at multiples of BLOCK_N. CUT says which blocks the mask can cut: "none";
 "first", only the first that a warpgroup walks, so that the loop has no masks; "any", where each block asks whether it needs one.
+DEAD says whether some query may see no key: only then are rows looked through for it.
 """
 
 import math
@@ -118,17 +119,23 @@ def count_of_tiles(sizes, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def locate(t, sizes, mask, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, DYNAMIC: gl.constexpr):
-    """Locate tile t; if there is no such tile, nobody uses the answer."""
-    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    blocks_m = gl.cdiv(sizes.s, BLOCK_M)
+def place_of(t, sizes, WARPGROUPS: gl.constexpr, DYNAMIC: gl.constexpr):
+    """The batch element, head and first query of tile t; if there is no such tile, nobody uses the answer."""
+    blocks_m = gl.cdiv(sizes.s, 64 * WARPGROUPS)
     if DYNAMIC:
         bh, block = longest_first(t, sizes.batch * sizes.h, blocks_m, sizes.section)
     else:
         bh = t // blocks_m
         block = t % blocks_m
     b = bh // sizes.h
-    row = block * BLOCK_M
+    return b, bh % sizes.h, block * (64 * WARPGROUPS)
+
+
+@gluon.jit
+def tile_at(place, sizes, mask, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The tile at a place: a batch element, head and first query."""
+    b, head, row = place
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     offset = gl.to_tensor(0)
     if mask.q_index is not None:
         offset = gl.load(mask.q_index)
@@ -151,7 +158,7 @@ def locate(t, sizes, mask, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, DYNA
         first = gl.maximum(row + shift - mask.left, 0) // BLOCK_N
     # A tile that sees no key walks one block all the same, which the mask cuts whole: every tile is alike to the barriers.
     blocks = gl.maximum(gl.cdiv(stop, BLOCK_N) - first, 1)
-    return Tile(b, bh % sizes.h, row, (first + blocks - 1) * BLOCK_N, blocks, q_length - offset, kv_length, shift)
+    return Tile(b, head, row, (first + blocks - 1) * BLOCK_N, blocks, q_length - offset, kv_length, shift)
 
 
 # ---------------------------------------------------------------------------------------------------------------- moving
@@ -202,10 +209,11 @@ def mover(
     t = gl.program_id(0)
     i = 0  # tiles
     j = 0  # blocks of keys, of all tiles
+    b, head, row = place_of(t, sizes, WARPGROUPS, DYNAMIC)
     while t < count:
         if DYNAMIC:
             answer = draw(counter)
-        tile = locate(t, sizes, mask, WARPGROUPS, BLOCK_N, DYNAMIC)
+        tile = tile_at((b, head, row), sizes, mask, WARPGROUPS, BLOCK_N)
         for w in gl.static_range(WARPGROUPS):
             load(q, tile.b, tile.row + 64 * w, tile.head, buffers.q, i * WARPGROUPS + w)
         kv_head = tile.head // (sizes.h // sizes.g)
@@ -215,9 +223,11 @@ def mover(
             j += 1
         if DYNAMIC:
             t = drawn(answer)
-            publish(buffers.tiles, i, t)
         else:
             t += gl.num_programs(0)
+        b, head, row = place_of(t, sizes, WARPGROUPS, DYNAMIC)
+        if DYNAMIC:
+            publish(buffers.tiles, i, b, head, row, t < count)
         i += 1
 
 
@@ -337,6 +347,7 @@ def worker(
     WARPGROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CUT: gl.constexpr,
+    DEAD: gl.constexpr,
     DYNAMIC: gl.constexpr,
     W: gl.constexpr,
 ):
@@ -355,7 +366,8 @@ def worker(
     i = 0
     j = 0
     t = gl.program_id(0)
-    tile = locate(t, sizes, mask, WARPGROUPS, BLOCK_N, DYNAMIC)
+    tile = tile_at(place_of(t, sizes, WARPGROUPS, DYNAMIC), sizes, mask, WARPGROUPS, BLOCK_N)
+    more = t < count
     skipped = 0
     if SKIPS:
         skipped = skipped_blocks(tile, mask, BLOCK_N, W)
@@ -366,13 +378,13 @@ def worker(
     s = scores(buffers, slot, j)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(buffers.k, j)
-    while t < count:
+    while more:
         key = tile.top - skipped * BLOCK_N
         top = gl.full([64], -float("inf"), gl.float32, layout=s_rows)
         total = gl.sum(gl.zeros([64, BLOCK_N], gl.float32, layout=s_layout).reshape([64, BLOCK_N // 8, 8]), 1)
         o = gl.zeros([64, E], gl.float32, layout=o_layout)
         s = masked(s, tile, key, mask, CUT, W)
-        p, top, total, alpha = softmax(s, top, total, scale2, CUT != "none", dtype)
+        p, top, total, alpha = softmax(s, top, total, scale2, CUT == "any" or DEAD, dtype)
         if mask.kv_lengths is not None:  # noqa: SIM102 - known to the compiler, the other at run time
             if key + BLOCK_N > tile.kv_length:
                 wait_full(buffers.v, j)
@@ -402,13 +414,13 @@ def worker(
         done = tile
         used = slot
         if DYNAMIC:
-            t = take(buffers.tiles, i)
+            place, more = take(buffers.tiles, i)
         else:
             t += gl.num_programs(0)
+            place, more = place_of(t, sizes, WARPGROUPS, DYNAMIC), t < count
         i += 1
         slot = (i * WARPGROUPS + W) % buffers.q.tiles.shape[0]
-        more = t < count
-        tile = locate(t, sizes, mask, WARPGROUPS, BLOCK_N, DYNAMIC)
+        tile = tile_at(place, sizes, mask, WARPGROUPS, BLOCK_N)
         skipped = 0
         if SKIPS:
             skipped = skipped_blocks(tile, mask, BLOCK_N, W)
@@ -425,7 +437,7 @@ def worker(
         total_of_row = gl.convert_layout(gl.sum(total, 1), s_rows)
         row = done.row + 64 * W
         alive = (total_of_row != 0) & (rows < done.alive - row)
-        if CUT != "none" or mask.q_lengths is not None:
+        if DEAD:
             o = gl.where(gl.convert_layout(alive, o_rows).expand_dims(1), o, 0.0)
             total_of_row = gl.where(alive, total_of_row, 1.0)
         y = o * (1.0 / gl.convert_layout(total_of_row, o_rows)).expand_dims(1)
@@ -434,7 +446,7 @@ def worker(
         fence_async_shared()
         tma_store(out, [done.b, row, done.head, 0], staged)
         lse = (top + gl.log2(total_of_row)) * 0.6931471805599453
-        if CUT != "none" or mask.q_lengths is not None:
+        if DEAD:
             lse = gl.where(alive, lse, -float("inf"))
         first = (done.b.to(gl.int64) * sizes.s + row) * sizes.h + done.head
         gl.store(lse_ptr + first + rows * sizes.h, lse, mask=rows < sizes.s - row)
@@ -470,6 +482,7 @@ def forward_kernel(
     BLOCK_N: gl.constexpr,
     AHEAD: gl.constexpr,
     CUT: gl.constexpr,
+    DEAD: gl.constexpr,
     DYNAMIC: gl.constexpr,
     REGISTERS: gl.constexpr,
     MOVER_REGISTERS: gl.constexpr,
@@ -492,15 +505,15 @@ def forward_kernel(
     # The tuples stand in the call: in a variable their constants would become numbers in registers.
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DYNAMIC, 0)),
-            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DYNAMIC, 1)),
+            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DEAD, DYNAMIC, 0)),
+            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DEAD, DYNAMIC, 1)),
             (mover, (q, k, v, buffers, mask, sizes, counter, WARPGROUPS, BLOCK_N, CUT, DYNAMIC)),
         ], [4, 1], [REGISTERS, MOVER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DYNAMIC, 0)),
-            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DYNAMIC, 1)),
-            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DYNAMIC, 2)),
+            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DEAD, DYNAMIC, 0)),
+            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DEAD, DYNAMIC, 1)),
+            (worker, (out, lse_ptr, buffers, mask, sizes, scale2, WARPGROUPS, BLOCK_N, CUT, DEAD, DYNAMIC, 2)),
             (mover, (q, k, v, buffers, mask, sizes, counter, WARPGROUPS, BLOCK_N, CUT, DYNAMIC)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, MOVER_REGISTERS])  # fmt: skip
 
@@ -530,6 +543,14 @@ def cuts(mask: Mask, s: int, t: int, q_size: int, block_n: int) -> str:
         corner = s == q_size and not moved and (mask.right + (0 if mask.align is None else t - s)) % block_n == 0
         return "first" if corner else "any"
     return "none" if mask.kv_lengths is None and t % block_n == 0 else "first"
+
+
+def dead(mask: Mask, t: int, q_size: int) -> bool:
+    """DEAD: whether some query may see no key."""
+    if mask.q_lengths is not None or mask.kv_lengths is not None:
+        return True
+    shift = 0 if mask.align is None else t - q_size
+    return (mask.right is not None and shift + mask.right < 0) or (mask.left is not None and q_size - 1 + shift - mask.left >= t)
 
 
 def heuristic(d: int, e: int, s: int, masked: bool) -> Config:
@@ -600,6 +621,7 @@ def forward(launch: Launch, x):
         config=config,
         flops=2 * batch * h * s * t * (d + e),
         CUT=cuts(mask, s, t, q_size, block_n),
+        DEAD=dead(mask, t, q_size),
         REGISTERS=240 if warpgroups == 2 else 160,
         MOVER_REGISTERS=24 if warpgroups == 2 else 32,
         **given,
