@@ -207,7 +207,7 @@ def test_a_wrong_config_names_its_file(changes, said):
 
 def test_an_entry_may_name_the_variant_whose_choice_it_is():
     """Each variant has entries of its own, and a call's config that names another one finds none of these."""
-    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((4, 4096, 16, 64), jnp.bfloat16)
     attend = lambda **config: lambda q: jtops.flash_attention(q, q, q, **config)
     assert now(attend(), q)["num_stages"] == 2
     store(tuned.SHIPPED, entry(attend(), q, variant="hopper", num_stages=3))
