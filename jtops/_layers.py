@@ -178,7 +178,7 @@ def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: A
 # Options that flash_attention follows as Flax does (its softmax is always in float32), or that mean nothing without dropout. Flax
 # itself computes calls with any other option that is not at its default, in this version of Flax or another.
 _SERVED = {
-    "query", "key", "value", "dtype", "precision", "promote_dtype", "is_causal", "force_fp32_for_softmax",
+    "query", "key", "value", "bias", "mask", "dtype", "precision", "promote_dtype", "is_causal", "force_fp32_for_softmax",
     "broadcast_dropout", "dropout_rng", "dropout_rate", "deterministic",
 }  # fmt: skip
 
@@ -201,8 +201,18 @@ def attend(flax_attention: Callable[..., jax.Array], promote_dtype: Callable, *a
             options["mask"] = _causal_mask(options["query"], options["key"], options.get("mask"))
         with by_flax("dot_product_attention", reason):
             return flax_attention(**options)
-    precision = options.get("precision")
-    return flash_attention(q, k, v, causal="bottom_right" if causal else options.get("is_causal", False), precision=precision)
+    mask = options.get("mask")
+    shown: dict[str, Any] = {
+        "bias": options.get("bias"),
+        "causal": "bottom_right" if causal else options.get("is_causal", False),
+        "precision": options.get("precision"),
+    }
+    if mask is None:
+        return flash_attention(q, k, v, **shown)
+    out, lse = flash_attention(q, k, v, mask=jnp.asarray(mask).astype(bool), return_lse=True, **shown)
+    # To a query that may see no key Flax shows all: its masked logits are one finite number.
+    mean = jnp.mean(v.astype(jnp.float32), -3, keepdims=True).astype(v.dtype)
+    return jnp.where(lse[..., None] > -jnp.inf, out, jnp.repeat(mean, q.shape[-2] // v.shape[-2], -2))
 
 
 def _unserved_attention(options: dict[str, Any], parameters: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
@@ -215,7 +225,16 @@ def _unserved_attention(options: dict[str, Any], parameters: Any, q: jax.Array, 
         return "a precision for each operand"
     if not q.dtype == k.dtype == v.dtype:
         return f"several dtypes, {q.dtype}, {k.dtype} and {v.dtype}"
-    return _no_kernel(q.dtype) or attention_limits(q, k, v)
+    tables = {name: x for name in ("bias", "mask") if (x := options.get(name)) is not None}
+    scores = (*jnp.broadcast_shapes(q.shape[:-3], k.shape[:-3]), q.shape[-2], q.shape[-3], k.shape[-3])
+    for name, x in tables.items():
+        try:
+            fits = jnp.broadcast_shapes(jnp.shape(x), scores) == scores
+        except ValueError:  # which Flax will say
+            fits = False
+        if not fits:
+            return f"a {name} that does not broadcast to the scores"
+    return _no_kernel(q.dtype, *(jnp.result_type(x) for name, x in tables.items() if name == "bias")) or attention_limits(q, k, v)
 
 
 def _causal_mask(query: jax.Array, key: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -143,9 +143,9 @@ class DenseGeneral(nn.DenseGeneral):
 def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *args: Any, **options: Any) -> jax.Array:
     """``flax.linen.dot_product_attention`` by `jtops.flash_attention`, with its options.
 
-    Scores, softmax and sums are float32, whatever `force_fp32_for_softmax` says. Flax computes: `bias`, `mask`, dropout that is
-    active, a `module` to sow weights into, einsums of one's own, a `precision` for each operand, dtypes and head dims without a
-    kernel.
+    Scores, softmax and sums are float32, whatever `force_fp32_for_softmax` says. `bias` and `mask` are read as they are, however
+    they broadcast. Flax computes: dropout that is active, a `module` to sow weights into, einsums of one's own, a `precision` for
+    each operand, dtypes and head dims without a kernel.
 
     Args:
       query: [..., s, h, d], of any floating dtype; `dtype`, or what the three promote to, is the result's.
@@ -175,11 +175,10 @@ def _promote(arrays: tuple, *, dtype: Any) -> list:
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """``flax.linen.MultiHeadDotProductAttention`` by `jtops.flash_attention` and, for its projections, `jtops.matmul`.
 
-    For causal attention give ``attention_fn=jtops.linen.causal_attention``, not a mask: a dense `mask` is Flax's to compute, in
-    memory that grows with the square of the length.
+    For causal attention give ``attention_fn=jtops.linen.causal_attention``, not a mask: a dense `mask` has the square of the
+    length's elements, and what it hides is computed all the same.
 
-    Flax computes: a `mask` (and with it the steps of ``decode=True``), dropout that is active, `sow_weights`, einsums of one's own,
-    the norms of `normalize_qk`; XLA adds the biases.
+    Flax computes: dropout that is active, `sow_weights`, einsums of one's own, the norms of `normalize_qk`; XLA adds the biases.
     """
 
     attention_fn: Callable[..., jax.Array] = dot_product_attention

@@ -142,9 +142,9 @@ class LinearGeneral(nnx.LinearGeneral):
 def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *args: Any, **options: Any) -> jax.Array:
     """``flax.nnx.dot_product_attention`` by `jtops.flash_attention`, with its options.
 
-    Scores, softmax and sums are float32. `is_causal` is passed as such: no mask is made, and what it hides is not read. Flax
-    computes: `bias`, `mask`, dropout that is active, a `module` to sow weights into, a `precision` for each operand, dtypes and
-    head dims without a kernel.
+    Scores, softmax and sums are float32. `is_causal` is passed as such: no mask is made, and what it hides is not read. `bias` and
+    `mask` are read as they are, however they broadcast. Flax computes: dropout that is active, a `module` to sow weights into, a
+    `precision` for each operand, dtypes and head dims without a kernel.
 
     Args:
       query: [..., s, h, d], of any floating dtype; `dtype`, or what the three promote to, is the result's.
@@ -196,10 +196,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     """``flax.nnx.MultiHeadAttention`` by `jtops.flash_attention` and, for its projections, `jtops.matmul`.
 
     For causal attention call it with ``is_causal=True``, or make it with ``attention_fn=jtops.nnx.causal_attention``; not with a
-    mask: a dense `mask` is Flax's to compute, in memory that grows with the square of the length.
+    mask: a dense `mask` has the square of the length's elements, and what it hides is computed all the same.
 
-    Flax computes: a `mask` (and with it the steps of ``decode=True``), dropout that is active, `sow_weights`, the norms of
-    `normalize_qk`; XLA multiplies where there is a `qkv_sharding` or `out_sharding`, and adds the biases.
+    Flax computes: dropout that is active, `sow_weights`, the norms of `normalize_qk`; XLA multiplies where there is a
+    `qkv_sharding` or `out_sharding`, and adds the biases.
     """
 
     @_signature_of(nnx.MultiHeadAttention)

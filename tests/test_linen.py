@@ -126,9 +126,9 @@ CASES = (
             ("MultiHeadAttention", {"dropout_rate": 0.5}, {"deterministic": False, "dropout_rng": KEY}, F32, PRODUCT),
             ("MultiHeadAttention", {"dropout_rate": 0.5, "broadcast_dropout": False}, {"deterministic": False, "dropout_rng": KEY},
              F32, PRODUCT),
-            ("MultiHeadAttention", {}, masked(nn.make_causal_mask(TOKENS)), F32, PRODUCT),
-            ("MultiHeadAttention", {}, masked(nn.make_attention_mask(TOKENS > 0, TOKENS > 0)), F32, PRODUCT),
-            ("SelfAttention", {}, masked(nn.make_causal_mask(TOKENS)), F32, PRODUCT),
+            ("MultiHeadAttention", {}, masked(nn.make_causal_mask(TOKENS)), F32, ATTENTION),
+            ("MultiHeadAttention", {}, masked(nn.make_attention_mask(TOKENS > 0, TOKENS > 0)), F32, ATTENTION),
+            ("SelfAttention", {}, masked(nn.make_causal_mask(TOKENS)), F32, ATTENTION),
             ("MultiHeadAttention", {"attention_fn": nn.dot_product_attention}, {}, F32, PRODUCT),
             ("MultiHeadAttention", {"qkv_dot_general": None, "out_dot_general": None}, {}, F32, {"flash_attention"}),
             ("MultiHeadAttention", {"qkv_dot_general_cls": lambda: jax.lax.dot_general}, {}, F32, ATTENTION),
@@ -387,8 +387,10 @@ def test_attention_function():
     for args, options, ops in [
         ((), {}, {"flash_attention"}),
         ((None, None, True, None, 0.5, True, BF16), {}, {"flash_attention"}),
-        ((bias,), {}, NONE),
-        ((bias, mask), {"precision": "highest"}, NONE),
+        ((bias,), {}, {"flash_attention"}),
+        ((bias, mask), {"precision": "highest"}, {"flash_attention"}),
+        ((), {"mask": mask.astype(F32).at[0, 0, 1].set(0)}, {"flash_attention"}),  # numbers, and a query that sees nothing
+        ((), {"mask": mask.astype(int)[:, None]}, NONE),  # a batch axis that nothing else has
         ((), {"precision": (jax.lax.Precision.HIGHEST,) * 2}, NONE),
         ((), {"einsum_dot_general": jax.lax.dot_general}, NONE),
         ((), {"dropout_rng": KEY, "dropout_rate": 0.5}, NONE),

@@ -120,9 +120,9 @@ CASES = (
             ({"dropout_rate": 0.5, "keep_rngs": False}, {"deterministic": True}, F32, ATTENTION),
             ({"dropout_rate": 0.5}, {"deterministic": False, "is_causal": True}, F32, PRODUCT),
             ({"dropout_rate": 0.5, "broadcast_dropout": False, "deterministic": False}, {}, F32, PRODUCT),
-            ({}, {"mask": CAUSAL}, F32, PRODUCT),
-            ({}, {"mask": PADDING}, F32, PRODUCT),
-            ({}, {"mask": PADDING, "is_causal": True}, F32, PRODUCT),
+            ({}, {"mask": CAUSAL}, F32, ATTENTION),
+            ({}, {"mask": PADDING}, F32, ATTENTION),
+            ({}, {"mask": PADDING, "is_causal": True}, F32, ATTENTION),
             ({}, {"mask": CAUSAL, "sow_weights": True}, F32, PRODUCT),
             ({"attention_fn": nnx.dot_product_attention}, {}, F32, PRODUCT),
             ({"qkv_dot_general": None, "out_dot_general": None}, {}, F32, {"flash_attention"}),
@@ -311,7 +311,8 @@ def test_attention_function():
         ((), {}, {"flash_attention"}),
         ((), {"is_causal": True}, {"flash_attention"}),
         ((None, None, True, None, 0.5, True, BF16), {}, {"flash_attention"}),
-        ((bias, mask), {"is_causal": True}, NONE),
+        ((bias, mask), {"is_causal": True}, {"flash_attention"}),
+        ((), {"mask": mask.at[0, 0, 1].set(False)}, {"flash_attention"}),  # a query that sees nothing
         ((), {"precision": (jax.lax.Precision.HIGHEST,) * 2}, NONE),
         ((), {"dropout_rng": KEY, "dropout_rate": 0.5}, NONE),
     ]:

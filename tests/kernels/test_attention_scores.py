@@ -145,25 +145,29 @@ def test_every_shape_of_a_bias_has_its_gradient(shape, implementation):
     got = jax.jit(jax.grad(loss(implementation), (0, 1)))(bias, sinks)
     assert got[0].shape == shape
     numerics.close(got, jax.grad(loss("xla"), (0, 1))(bias, sinks), 2e-5)
-    full = jax.grad(loss("xla"))(jnp.broadcast_to(bias, (2, 4, 12, 20)))
+    full = jax.grad(loss("xla"))(jnp.broadcast_to(bias, (2, 4, 12, 20)), sinks)
     numerics.close(got[0], oracles._sum_to(np.asarray(full), np.asarray(bias)), 2e-5)
 
 
-@ways
-def test_no_table_of_the_gradient_unless_asked_for(implementation):
-    """Nor one of the size of the scores where the bias has fewer elements."""
-    q, k = normal(1, 160, 1, 16), normal(1, 176, 1, 16)
-    f = lambda q, k, bias: attention(q, k, k, bias=bias, implementation=implementation).sum()
-    if implementation == "xla":
-        return
-    largest = lambda *wrt, shape: max(
-        np.prod(v.aval.shape, dtype=int)
-        for e in jax.make_jaxpr(jax.grad(f, wrt))(q, k, jnp.zeros(shape)).jaxpr.eqns
-        for v in e.outvars
-    )
-    assert largest(0, 1, shape=(160, 176)) < 160 * 176
-    assert largest(0, 1, 2, shape=(176,)) < 160 * 176
-    assert largest(2, shape=(160, 176)) == 160 * 176
+@pytest.mark.parametrize(
+    ("shape", "wrt", "launched"),
+    [
+        ((40, 24), (0, 1), {"vjp_dkdv", "vjp_dq"}),
+        ((2, 1, 24), (0, 1, 2), {"vjp_dkdv", "vjp_dq"}),
+        ((40, 24), (0, 1, 2), {"vjp_dkdv", "vjp_dq", "vjp_dbias"}),
+        ((40, 24), (2,), {"vjp_dbias"}),
+        ((24,), (2,), {"vjp_dkdv"}),
+        ((2, 40, 1), (2,), set()),  # what the keys of a query share follows from its lse
+        ((2, 40, 1), (0, 2), {"vjp_dq"}),
+    ],
+)
+def test_what_a_biass_gradient_launches(shape, wrt, launched):
+    """No table of scores is written unless the bias is one and its gradient is asked for."""
+    f = lambda q, k, bias: attention(q, k, k, bias=bias).sum()
+    types = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 40, 2, 16), (1, 24, 2, 16), shape)]
+    with jtops.config.target("sm_90"):
+        got = {launch.name.removeprefix("jtops_flash_attention_") for launch in jtops.explain(jax.grad(f, wrt), *types)}
+    assert got == {"fwd", *launched}
 
 
 # ---- Masks

@@ -1,5 +1,6 @@
 """What the launchers of attention's Hopper kernels work out before they launch; nothing is compiled here."""
 
+import dataclasses
 import itertools
 from unittest import mock
 
@@ -57,6 +58,11 @@ def test_what_the_forward_refuses():
     with mock.patch.object(gluon_compat, "version", return_value=(3, 8)):
         assert unfit(1, 64, 64, 1, 1, 64) == "it is not proven with Triton 3.8"
     only_keys = launch_of(*types(1, 64, 64, 1, 1, 64))
+    for name in ("bias", "mask", "sinks", "alibi_slopes"):
+        said = [stage.unfit(only_keys[0], only_keys[1]._replace(**{name: jnp.zeros(1)})) for stage in (forward, backward)]
+        assert said == [f"it has no {name}"] * 2
+    capped = dataclasses.replace(only_keys[0], options=only_keys[0].options | {"softcap": 2.0})
+    assert [stage.unfit(capped, only_keys[1]) for stage in (forward, backward)] == ["it has no softcap"] * 2
     assert "ids" in forward.unfit(only_keys[0], only_keys[1]._replace(kv_ids=jnp.zeros((1, 64), jnp.int32)))
 
 

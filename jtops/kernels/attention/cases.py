@@ -84,10 +84,10 @@ SPEC = Spec(
         ),
         Meshed(
             "scores",
-            _qkv(8, 8, 8, 8, 8, 16) | _bias(1, 8, 8, 8) | {"mask": mask((8, 1, 8, 8), 0.8), "sinks": normal((8,))},
+            _qkv(8, 8, 8, 8, 8, 16) | {"bias": normal((8, 8, 8)), "mask": mask((8, 1, 8, 8), 0.8), "sinks": normal((8,))},
             "bias and mask follow what they are of; what devices share of them is summed over devices",
             {"softcap": 3.0},
-            axes="b s h d, b t h d, b t h e, 1 h s t, b 1 s t, h -> b s h e",
+            axes="b s h d, b t h d, b t h e, h s t, b 1 s t, h -> b s h e",
             split="b s h",
             gathered="t d e",
         ),

@@ -49,15 +49,15 @@ def attention(
         q = jnp.where(jnp.any(seen, (-4, -3, -1))[..., :, None, None], q, 0)
     product = lambda spec, a, b: jnp.einsum(spec, a, b, precision=lax_precision(precision), preferred_element_type=wide)
     logits = product("...sgrd,...tgd->...grst", q.reshape(*q.shape[:-2], g, h // g, d), k) * scale
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    if mask is not None:
+        seen = seen & grouped(mask)
+    if softcap is not None:  # what overflows to NaN where it is hidden has a NaN for its slope
+        logits = softcap * jnp.tanh(jnp.where(seen, logits, 0.0) / softcap)
     if bias is not None:
         logits = logits + grouped(bias.astype(wide))
     if alibi_slopes is not None:
         far = distance(rule, s, t, q_size)[..., None, :, :]
         logits = logits - grouped(alibi_slopes.astype(wide)[..., None, None] * far)
-    if mask is not None:
-        seen = seen & grouped(mask)
     logits = jnp.where(seen, logits, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True, initial=-jnp.inf))
     if sinks is not None:
@@ -71,7 +71,8 @@ def attention(
     alive = total > 0
     total = jnp.where(alive, total, 1.0)
     lse = jnp.where(alive, top + jnp.log(total), -jnp.inf)[..., 0]
-    out = product("...grst,...tge->...sgre", (p / total).astype(v.dtype), v)
+    p = jnp.where(seen, p / total, 0.0)  # for its cotangent, which may overflow where a hidden value is huge
+    out = product("...grst,...tge->...sgre", p.astype(v.dtype), v)
     if sinks is not None and (q_lengths is not None or q_ids is not None):
         sees_some = jnp.moveaxis(jnp.any(logits > -jnp.inf, -1), -1, -3)
         out = jnp.where(sees_some[..., None], out, 0)  # or the sink's gradient would take what padding has as its cotangent
