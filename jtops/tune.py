@@ -22,6 +22,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ from jtops.kernels._lib.spec import Case, Input, Spec, with_gradients
 STEP, WORTH = 0.98, 0.97  # of the time of the best so far, to go on from a config; of the heuristic's, to write it down
 SLOWER = 1.02  # of the heuristic's, for `check` to delete an entry
 _AT_ONCE, _HELD = 4, 2**33  # choices under way at once, so that the compiler's threads have work; bytes of their operands
+_PATIENCE = 60.0  # seconds after which a config that is still not built counts as one that does not work
+_THREADS = "jtops-tune"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,9 +268,10 @@ def _climb(task: _Task, device: Any, more: Callable[[], bool]) -> _Steps[Result]
     return Result(problem, "tuned", best, ours, theirs, tuple(dropped))
 
 
-def _again(task: _Task, device: Any, config: Config) -> _Steps[Result]:
+def _again(task: _Task, device: Any, entry: tuning_table.Entry) -> _Steps[Result]:
     """An entry's config and the heuristic's, timed once more."""
     trial, problem, heuristic = _Trial(task, device), task.choice.problem, task.choice.heuristic
+    config = Config(**entry.config)
     yield from trial.prepare()
     (error,) = yield trial.builds([config])
     if isinstance(error, TimeoutError):
@@ -297,7 +301,7 @@ def _in_turns(tasks: Sequence[_Task], work: Callable[..., _Steps[Result]], end: 
     turns, waiting = collections.deque([0.0], maxlen=3), collections.deque(tasks)
     fits = lambda n: time.monotonic() + n * max(turns) < end
     active: dict[int, tuple[_Task, _Steps[Result], Any]] = {}
-    pool = concurrent.futures.ThreadPoolExecutor(min(32, os.cpu_count() or 1))
+    pool = concurrent.futures.ThreadPoolExecutor(min(32, os.cpu_count() or 1), _THREADS)
     try:
         while waiting or active:
             while waiting and len(active) < _AT_ONCE and (not active or sum(size(t) for t, *_ in active.values()) < _HELD):
@@ -323,7 +327,7 @@ def _in_turns(tasks: Sequence[_Task], work: Callable[..., _Steps[Result]], end: 
                 yield task, result
             futures = {key: [pool.submit(build) for build in builds] for key, builds in wanted.items()}
             every = [future for some in futures.values() for future in some]
-            concurrent.futures.wait(every, None if end == math.inf else max(1.0, end - time.monotonic()))
+            concurrent.futures.wait(every, max(1.0, min(_PATIENCE, end - time.monotonic())))
             for key, some in futures.items():
                 task, steps, _ = active[key]
                 active[key] = task, steps, [_error(f) for f in some]
@@ -368,18 +372,12 @@ def tune(
       JtopsError: `write` is a file that is no table, or cannot be written.
       Exception: of the first choice that could not be measured, such as one whose heuristic does not run, after all others were.
     """
-    device, tasks = _found(f, args, dry_run)
+    device, platform = _device(dry_run)
+    tasks = _tasks(f, args, platform)
     end = math.inf if budget is None else time.monotonic() + budget
     results = _measured(tasks, device, end, write, dry_run, check, progress)
     _raised(r.error for r in results)
     return results
-
-
-def _found(f: Callable, args: tuple, dry_run: bool) -> tuple[Any, list[_Task]]:
-    """This process' device, and what to tune on it."""
-    device = _device(dry_run)
-    on: Any = target.requested() or target.of_device(device)
-    return device, _tasks(f, args, on.platform)
 
 
 def _measured(tasks: list[_Task], device, end: float, write, dry_run: bool, check: bool, progress) -> tuple[Result, ...]:
@@ -393,31 +391,36 @@ def _measured(tasks: list[_Task], device, end: float, write, dry_run: bool, chec
     entries = tuning_table.parsed(path, path.read_text()).entries if check and path.exists() else {}
     if check:
         tasks = [t for t in tasks if (e := entries.get(t.choice.problem)) and e.kernels == t.choice.fingerprint]
-        work = lambda task, more: _again(task, device, Config(**entries[task.choice.problem].config))
+        work = lambda task, more: _again(task, device, entries[task.choice.problem])
     else:
         work = lambda task, more: _climb(task, device, more)
     results: list[Result] = []
     with jax.debug_nans(False):
         for task, result in _in_turns(tasks, work, end):
             if result.said in ("tuned", "heuristic"):
-                _write(path, device, task, result)
+                try:
+                    _write(path, device, task, result)
+                except OSError as error:  # a disk may be full for a while
+                    result = dataclasses.replace(result, said="failed", error=error)
             results.append(result)
             progress(str(result))
     return tuple(results)
 
 
-def _device(dry_run: bool) -> Any:
+def _device(dry_run: bool) -> tuple[Any, str]:
+    """This process' device, and JAX's name of what to tune for."""
     device, named = target.present(), target.requested()
-    if dry_run and (named or device):
-        return device
-    if device is None:
+    on = named or (target.of_device(device) if device else None)
+    if dry_run and on:
+        return device, on.platform
+    if device is None or on is None:
         raise UnsupportedError(
             f"tune measures, and needs the GPU it tunes for; JAX computes on {jax.default_backend()} here. Run it on that GPU"
             + ('; what it would tune is said by a dry run under jtops.config.target("sm_90").' if dry_run else ".")
         )
     if named and named != target.of_device(device):
         raise UnsupportedError(f"tune measures on this process' {device.device_kind}, but jtops.config.target asks for {named}.")
-    return device
+    return device, on.platform
 
 
 def _path(write: str | os.PathLike, device_kind: str) -> Path:
@@ -522,14 +525,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = _asked(options)
         if options.shape and options.write == "shipped":
             raise ValueError("shipped tables are of the cases that SPECs name, which the tests compile: add a case.")
-        calls = [program(spec, case, dtype, options.forward) for spec, case, dtype in asked]
-
-        def everything(*operands):
-            return [f(*given) for (f, _), given in zip(calls, operands, strict=True)]
-
-        device, tasks = _found(everything, tuple(types for _, types in calls), options.dry_run)
         end = math.inf if options.budget is None else start + options.budget
-        results = _measured(tasks[options.first - 1 :], device, end, options.write, options.dry_run, options.check, said)
+        device, platform = _device(options.dry_run)
+        found: dict[tuning_table.Problem, _Task] = {}
+        broken: list[Exception] = []
+        for spec, case, dtype in asked:
+            try:
+                f, types = program(spec, case, dtype, options.forward)
+                for task in _tasks(f, tuple(types), platform):
+                    found.setdefault(task.choice.problem, task)
+            except Exception as error:  # one op's must not keep the others from being tuned
+                broken.append(error)
+                print(f"     failed: {spec.name} {case.id} {dtype}: {error}", flush=True)
+        tasks = list(found.values())[options.first - 1 :]
+        results = _measured(tasks, device, end, options.write, options.dry_run, options.check, said)
     except (JtopsError, ValueError) as error:
         sys.exit(f"{parser.prog}: {error}")
     tuned_now = [r for r in results if r.said == "tuned"]
@@ -538,9 +547,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{1 - r.seconds / r.heuristic_seconds:6.1%} less  {r}")
     if missed := sum(r.said == "no time" for r in results):
         print(f"{missed} not begun: --first {options.first + len(results) - missed} goes on with them")
-    if failed := [r for r in results if r.error]:
-        sys.exit(f"{parser.prog}: {len(failed)} choices could not be measured, the first of them because: {failed[0].error}")
+    if failed := [*broken, *(r.error for r in results if r.error)]:
+        sys.exit(f"{parser.prog}: {len(failed)} choices could not be measured, the first of them because: {failed[0]}")
+
+
+def _to_the_end() -> None:
+    """Run the command line and end this process, whatever threads still build."""
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    if any(t.name.startswith(_THREADS) for t in threading.enumerate()):
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(bool(code))
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    _to_the_end()

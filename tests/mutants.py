@@ -52,6 +52,7 @@ _SUMS, _WALK = "tests/kernels/test_sums_dtype.py::", "tests/kernels/test_product
 _LAST = _WALK + "test_the_last_program_reads_and_writes_the_last_elements"
 _STATE, _PLACED = "tests/core/test_launch_state.py::", "tests/core/test_partition.py::"
 _SERVED, _TABLES = "tests/test_served.py::", "tests/kernels/test_tuned.py::"
+_SCORES = "tests/kernels/test_attention_scores.py::"
 _REFUSED = "tests/kernels/test_hopper_forward.py::test_what_it_refuses_has_a_reason"
 
 MUTANTS: list[Mutant] = [
@@ -135,8 +136,42 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------------------- attention: portable, and the call
     *_mutants(
         "kernels/attention/portable/backward.py",
-        ("dkdv: queries of negative ids", "queries = tl.where((q_ids >= 0)[:, None], queries, 0.0)", "queries = queries", _PADDING),
-        ("dkdv: cotangents of negative ids", "do = tl.where((q_ids >= 0)[:, None], do, 0.0)", "do = do", _PADDING),
+        (
+            "dkdv: queries of negative ids",
+            "load_rows(q_head, start_m, offs_m, h * d, offs_d, rows_inside, d, q_ids,",
+            "load_rows(q_head, start_m, offs_m, h * d, offs_d, rows_inside, d, None,",
+            _PADDING,
+        ),
+        (
+            "dkdv: cotangents of negative ids",
+            "            do = load_rows(do_head, start_m, offs_m, h * e, offs_e, rows_inside, e, q_ids,",
+            "            do = load_rows(do_head, start_m, offs_m, h * e, offs_e, rows_inside, e, None,",
+            _PADDING,
+        ),
+        (
+            "attention: dk of the capped scores",
+            "                ds = tl.where(ds == 0.0, 0.0, ds * slope)",
+            "                ds = ds",
+            _SCORES + "test_random_calls",
+        ),
+        (
+            "attention: a bias of queries without lse's gradient",
+            "return dsinks, dlse - dsinks",
+            "return dsinks, -dsinks",
+            _SCORES + "test_every_shape_of_a_bias_has_its_gradient",
+        ),
+        (
+            "attention: padding's cotangents reach the sinks",
+            "jnp.where(sees_none, -dlse, delta)",
+            "delta",
+            _SCORES + "test_a_sink_and_no_key",
+        ),
+        (
+            "attention: a shared bias's batch elements in another order",
+            "b = element // inner * (own * inner) + bias_row * inner + element % inner",
+            "b = element * own + bias_row",
+            _SCORES + "test_a_bias_that_an_inner_batch_axis_shares",
+        ),
         (
             "dkdv: queries past a later shard's length",
             "rows_inside = tl.minimum(s, q_length - offset)\n    k_ptr",
@@ -148,7 +183,18 @@ MUTANTS: list[Mutant] = [
     ),
     *_mutants(
         "kernels/attention/portable/forward.py",
-        ("forward: values of negative ids", "values = tl.where((kv_ids >= 0)[:, None], values, 0.0)", "values = values", _PADDING),
+        (
+            "forward: values of negative ids",
+            "offs_e, kv_length, e, kv_ids, PHASE == 1",
+            "offs_e, kv_length, e, None, PHASE == 1",
+            _PADDING,
+        ),
+        (
+            "attention: a sink of -inf counts",
+            'total = tl.where(top == -float("inf"), 0.0, 1.0)',
+            "total = tl.where(top == top, 1.0, 0.0)",
+            _SCORES + "test_a_sink_and_no_key",
+        ),
     ),
     *_mutants(
         "kernels/attention/portable/tiles.py",
@@ -633,8 +679,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "layers: large heads",
-            "return _no_kernel(q.dtype) or attention_limits(q, k, v)",
-            "return _no_kernel(q.dtype)",
+            ' if name == "bias")) or attention_limits(q, k, v)',
+            ' if name == "bias"))',
             _SERVED + "test_attention",
         ),
         (
@@ -645,8 +691,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "layers: causal ops top-left",
-            'causal="bottom_right" if causal else',
-            "causal=True if causal else",
+            '"bottom_right" if causal else',
+            "True if causal else",
             _SERVED + "test_causal_attention_is_bottom_right",
         ),
         (

@@ -145,15 +145,17 @@ def test_attention():
     assert not attended(precision=("highest", "default"))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("by", ["op", "masked op", "Flax", "masked Flax"])
 @pytest.mark.parametrize(("s", "t"), [(4, 4), (1, 6), (3, 5), (5, 3)])
-def test_causal_attention_is_bottom_right(s, t, masked):
+def test_causal_attention_is_bottom_right(s, t, by):
     """The last query sees all keys; with a mask of one's own what both let through. To a query without a key Flax shows all."""
     q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(2, n, 2, 8)), F32) for i, n in enumerate((s, t, t)))
-    mask = jnp.arange(t) != 1 if masked else None
-    got = _layers.attend(ATTENTION, lambda xs, dtype: xs, q, k, v, causal=True, mask=mask)
-    seen = np.tril(np.ones((s, t), bool), t - s) & (np.asarray(mask) if masked else np.ones(t, bool))
+    mask = jnp.arange(t) != 1 if "masked" in by else None
+    bias = jnp.ones((1, 1, 1, t), int) if "Flax" in by else None  # which has no kernel
+    f = lambda q: _layers.attend(ATTENTION, lambda xs, dtype: xs, q, k, v, causal=True, mask=mask, bias=bias)
+    assert ops_in(f, q) == (set() if "Flax" in by else {"flash_attention"})
+    seen = np.tril(np.ones((s, t), bool), t - s) & (np.ones(t, bool) if mask is None else np.asarray(mask))
     want = ATTENTION(q, k, v, mask=jnp.asarray(seen)[None, None])
-    if not masked:  # flash_attention's own rule
+    if by == "op":  # flash_attention's own rule
         want = jnp.where(seen.any(1)[None, :, None, None], want, 0)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(f(q), want, rtol=1e-4, atol=1e-5)

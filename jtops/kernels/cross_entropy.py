@@ -174,11 +174,9 @@ def _backward_kernel(
 
 
 def _config(n: int, largest: int) -> Config:
-    """As many elements as keep a program's loads on their way; short rows together."""
+    """Blocks of up to `largest`; rows up to 1024 have a warp, which needs no barrier, and short ones are together."""
     block_n = min(next_power_of_2(n), largest)
-    return Config(
-        BLOCK_M=max(1, 1024 // block_n), BLOCK_N=block_n, num_warps=max(1, min(16, block_n // 1024)) if block_n > 1024 else 4
-    )
+    return Config(BLOCK_M=max(1, 1024 // block_n), BLOCK_N=block_n, num_warps=4 if block_n > 1024 else 1)
 
 
 def _choose(launch: Launch, operands, kernel, largest: int, **more) -> tuple[Config, dict[str, Any]]:
@@ -201,7 +199,7 @@ def _choose(launch: Launch, operands, kernel, largest: int, **more) -> tuple[Con
 
 
 def _forward(launch: Launch, operands):
-    config, arguments = _choose(launch, operands, _forward_kernel, 8192)
+    config, arguments = _choose(launch, operands, _forward_kernel, 2048)
     r, n = arguments["logits_ptr"].shape
     of_rows = jax.ShapeDtypeStruct((r,), jnp.float32)
     kept = of_rows if launch.residuals else None

@@ -149,6 +149,16 @@ def test_every_shape_of_a_bias_has_its_gradient(shape, implementation):
     numerics.close(got[0], oracles._sum_to(np.asarray(full), np.asarray(bias)), 2e-5)
 
 
+@ways
+@pytest.mark.parametrize("batch", [(3, 1), (1, 2), (1, 1), (3, 2)])
+def test_a_bias_that_an_inner_batch_axis_shares(batch, implementation):
+    """Which of the batch elements share a bias's row is a matter of which axes it lacks."""
+    q, k, v = (normal(3, 2, 9, 2, 16, seed=i) for i in range(3))
+    bias = normal(*batch, 2, 9, 9, seed=3)
+    f = lambda implementation: lambda bias: (attention(q, k, v, bias=bias, implementation=implementation) ** 2).sum()
+    numerics.close(jax.grad(f(implementation))(bias), jax.grad(f("xla"))(bias), 2e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "wrt", "launched"),
     [

@@ -1,6 +1,8 @@
 """jtops.tune: which choices it finds, how it climbs, what it writes. Times are made up, except those of the last test."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 import types
 
@@ -311,6 +313,36 @@ def test_one_failure_does_not_keep_others_from_being_tuned(gpu, tmp_path):
     assert [p.op for p in loaded(tmp_path / "tuning" / TABLE).entries] == ["add"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, KeyError, RecursionError, MemoryError])
+def test_whatever_a_candidate_raises_the_others_are_tuned(gpu, error):
+    def raises(c):
+        if c["BLOCK_M"] == 32:
+            raise error("by a compiler")
+
+    gpu.fails = raises
+    gpu.cost = lambda c: 50 if c["BLOCK_M"] == 8 else 100
+    assert [(r.said, r.config["BLOCK_M"]) for r in tune.tune(f, X, progress=lambda _: None)] == [("tuned", 8)]
+
+
+def test_a_disk_that_is_full_for_a_while(gpu, monkeypatch, tmp_path):
+    """What is found then is not written, the next is."""
+    real, full = tuning_table.update, [OSError(28, "No space left on device")]
+
+    def update(*args):
+        if full:
+            raise full.pop()
+        real(*args)
+
+    monkeypatch.setattr(tuning_table, "update", update)
+    monkeypatch.setattr(tune, "_AT_ONCE", 1)
+    gpu.cost, said = lambda c: 50 if c["BLOCK_M"] == 8 else 100, []
+    with pytest.raises(OSError, match="No space left"):
+        tune.tune(both, X, progress=said.append)
+    assert len(said) == 2
+    assert "No space left" in said[0]
+    assert len(loaded(tmp_path / "tuning" / TABLE).entries) == 1
+
+
 def test_where_it_writes(gpu, tmp_path):
     gpu.cost = lambda c: 50 if c["BLOCK_M"] == 8 else 100
     mine = tmp_path / "a" / "mine.json"
@@ -351,6 +383,40 @@ def test_command(capsys):
         assert told.count("rms_norm vjp float32") == 2
         tune.main(["add", "softmax", "--case", "row", "8192x4096", "--forward", "--dry-run"])
         assert "vjp" not in capsys.readouterr().out
+
+
+def test_one_op_that_cannot_be_traced_does_not_keep_others_from_being_tuned(capsys, monkeypatch):
+    real = tune.program
+
+    def program(spec, *rest):
+        if spec.name == "add":
+            raise ZeroDivisionError("in add")
+        return real(spec, *rest)
+
+    monkeypatch.setattr(tune, "program", program)
+    with jtops.config.target("sm_90"), pytest.raises(SystemExit, match=r"choices could not be measured.*because: in add"):
+        tune.main(["add", "logsumexp", "--forward", "--dry-run"])
+    told = capsys.readouterr().out
+    assert "failed: add " in told
+    assert "logsumexp out bfloat16" in told
+
+
+HANGING = """
+import threading, types
+from jtops import tune
+def main():
+    pool = tune.concurrent.futures.ThreadPoolExecutor(1, tune._THREADS)
+    pool.submit(threading.Event().wait)
+    pool.shutdown(wait=False)
+    tune.sys.exit("said at the end")
+tune.main = main
+tune._to_the_end()
+"""
+
+
+def test_the_command_ends_though_a_build_does_not():
+    ran = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, "said at the end")
 
 
 def test_the_most_valuable_first(capsys):

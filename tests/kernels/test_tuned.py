@@ -205,6 +205,22 @@ def test_a_wrong_config_names_its_file(changes, said):
         now()
 
 
+def test_an_entry_may_name_the_variant_whose_choice_it_is():
+    """Each variant has entries of its own, and a call's config that names another one finds none of these."""
+    q = jax.ShapeDtypeStruct((4, 4096, 16, 64), jnp.bfloat16)
+    attend = lambda **config: lambda q: jtops.flash_attention(q, q, q, **config)
+    assert now(attend(), q)["num_stages"] == 2
+    store(tuned.SHIPPED, entry(attend(), q, variant="hopper", num_stages=3))
+    assert (now(attend(), q)["num_stages"], now(attend(), q).source) == (3, "tuned table (shipped)")
+    portable = attend(config=jtops.Config(variant="portable"))
+    assert now(portable, q).source == "heuristic"
+    store(tuned.SHIPPED, entry(portable, q, variant="portable", num_warps=2))
+    assert (now(portable, q)["num_warps"], now(portable, q).source) == (2, "tuned table (shipped)")
+    store(tuned.SHIPPED, entry(attend(), q, variant="portable"))
+    with pytest.raises(JtopsError, match=r"variant='?portable.* of flash_attention hopper\.out .* kernels of another name"):
+        now(attend(), q)
+
+
 def test_lowering_is_the_same_on_the_gpu_and_elsewhere(monkeypatch):
     """With a shipped table: where the GPU is only named, and where it is there."""
     x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)

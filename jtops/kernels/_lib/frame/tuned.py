@@ -107,9 +107,12 @@ def lookup(choice: Choice) -> Config | None:
 
 def _config(source: str, table: Table, entry: Entry, heuristic: Config) -> Config:
     try:
-        config = Config(**entry.config)
+        named = Config(**entry.config)
     except (TypeError, ValueError) as error:
         raise JtopsError(f"{table.path}: the config of {entry.problem} is none: {error} Correct or delete the entry.") from error
+    config, variant = named.plain(), named["variant"]
+    if variant is not None and not entry.problem.choice.startswith(f"{variant}."):
+        raise JtopsError(f"{table.path}: {named} of {entry.problem} is for kernels of another name. Correct or delete the entry.")
     if config.blocks.keys() != heuristic.blocks.keys():
         raise JtopsError(
             f"{table.path}: {config} of {entry.problem} must have the blocks {', '.join(heuristic.blocks)}. Correct or delete it."

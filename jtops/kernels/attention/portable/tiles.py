@@ -85,6 +85,8 @@ def forward_tiles(launch: Launch, given: dict[str, Any], itemsize: int) -> Confi
     if itemsize == 4 and d > 128 and target.arch in (100, 101, 103):
         return Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1)  # q in two parts, and the sum, fill no tensor memory
     block_d = max(16, next_power_of_2(d))
+    if itemsize == 2 and block_d <= 128 and given["mask"].q_ids is not None and not pair:
+        return Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)  # ids are masks in every block, which take registers
     wide = [] if block_d <= 64 or pair else [(128, 128, 8, 3), (128, 128, 8, 2)]  # with short heads, wide tiles only cost registers
     for block_m, block_n, warps, stages in (
         *wide,
@@ -111,6 +113,8 @@ def backward_tiles(launch: Launch, given: dict[str, Any], itemsize: int) -> tupl
     if itemsize == 4 or itemsize * block_d * 4 * 64 > memory:
         small = 32 if block_d <= 64 else 16
         return (Config(BLOCK_M=small, BLOCK_N=small, num_warps=4, num_stages=1),) * 3
+    if block_d <= 64 and given["mask"].q_ids is not None and not pair:
+        return (Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),) * 3
     if block_d <= 128 and itemsize * block_d * (2 * 128 + 4 * 64) + 2 * pair * 64 * 128 <= memory:
         return (
             Config(BLOCK_M=64, BLOCK_N=128, num_warps=8, num_stages=2),
