@@ -62,7 +62,7 @@ def forward_kernel(
     if scores.sinks is not None:
         sink2 = of_head(scores.sinks, b, head, shape) * 1.4426950408889634
         top = tl.full((BLOCK_M,), 0.0, tl.float32) + sink2
-        total = tl.where(top == -float("inf"), 0.0, 1.0)
+        total = tl.full((BLOCK_M,), 1.0, tl.float32)  # of a sink of -inf alpha takes it away, or its logarithm is nothing
     scale2 = scores.scale * 1.4426950408889634
     start, full_start, full_stop, stop = key_range(offset + start_m, offset + start_m + BLOCK_M - 1, sequence, mask, BLOCK_N)
     if HAS_IDS:
