@@ -236,7 +236,7 @@ def truth(q, k, v, do, dlse=None, **options):
     logits = np.einsum("bshd,bthd->bhst", q, np.repeat(k, q.shape[2] // k.shape[2], 2)) * scale
     mask = oracles.visible(q, k, causal=options.get("causal"), window=options.get("window"))
     lse = np.swapaxes(oracles.logsumexp(logits, np.broadcast_to(mask, logits.shape), axis=-1), 1, 2)
-    grads = list(oracles.flash_attention_vjp(q, k, v, g=do, **options))
+    grads = list(oracles.flash_attention_vjp(q, k, v, g=do, **options))[:3]
     if dlse is not None:  # lse is linear in the scores, to first order, by the probabilities
         p, heads_k, *_ = oracles.attention_parts(q, k, v, **options)
         ds = p * np.swapaxes(np.where(lse == -np.inf, 0, dlse), 1, 2)[..., None] * scale
