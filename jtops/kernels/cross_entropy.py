@@ -157,6 +157,7 @@ def _backward_kernel(
     g_nll = _cotangent(g_nll_ptr, rows, inside)[:, None]
     g_lse = _cotangent(g_lse_ptr, rows, inside)[:, None]
     g_smooth = _cotangent(g_smooth_ptr, rows, inside)[:, None]
+    g_nll = tl.where((label == -1) & (g_nll != 0.0), float("nan"), g_nll)  # a gradient without a target would be no gradient
     counts = ((g_nll != 0.0) | (g_lse != 0.0) | (g_smooth != 0.0)) & (label != -2)
     here = inside[:, None] & (lanes < stop)
     x = load_row(logits_ptr, start, lanes, begin, here & counts, n, -float("inf"), VECTOR, "evict_first")
@@ -235,8 +236,9 @@ def _reference(logits, labels, *, softcap):
     log = jnp.log(jnp.sum(jnp.exp(shifted), -1))
     n = x.shape[-1]
     past = jnp.where(labels < 0, n, labels)[..., None]
-    picked = jnp.take_along_axis(shifted, past, -1, mode="fill", fill_value=math.nan)[..., 0]
-    results = log - picked, top + log, log - jnp.mean(shifted, -1)
+    picked = jnp.take_along_axis(shifted, past, -1, mode="fill", fill_value=0)[..., 0]
+    known = jnp.where(labels == _NONE, math.nan, 1.0).astype(x.dtype)  # a factor: the gradient, too, is NaN
+    results = (log - picked) * known, top + log, log - jnp.mean(shifted, -1)
     return *(jnp.where(counts, x, 0) for x in results), top, log
 
 
@@ -280,7 +282,8 @@ def cross_entropy(
 
     Args:
       logits: [..., n], n at least 1. Kernel dtypes: float32, bfloat16, float16.
-      labels: [...], integers from 0 to n - 1, or `ignore_index`. The loss of any other is NaN; in a NumPy array it raises.
+      labels: [...], integers from 0 to n - 1, or `ignore_index`. Any other makes its row's loss and gradient NaN; in a NumPy array
+        it raises.
       weights: [...] or what broadcasts to it: factors of the rows' losses. They have a gradient.
       ignore_index: the label of rows that do not count; None: there is none.
       label_smoothing: the share of the target that all n classes get alike, from 0 to 1.

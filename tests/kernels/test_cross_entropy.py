@@ -73,6 +73,9 @@ def test_case_38_labels_out_of_range(n, implementation):
     labels = jnp.array([n, 3, n + 100, 65535, -1, 2**31 - 1, 0], jnp.int32)
     losses = jax.jit(lambda x: jtops.cross_entropy(x, labels, implementation=implementation))(normal(7, n))
     np.testing.assert_array_equal(np.isnan(losses), [True, False, True, True, True, True, False])
+    _, grad = value_and_grad(normal(7, n), labels, implementation=implementation)
+    np.testing.assert_array_equal(np.isnan(grad).all(-1), np.isnan(losses))
+    np.testing.assert_array_equal(np.isnan(grad).any(-1), np.isnan(losses))
     truth = oracles.cross_entropy(np.float64(normal(7, n))[[1, 6]], np.array([3, 0]))
     numerics.close(losses[jnp.array([1, 6])], truth)
     with pytest.raises(ValueError, match=rf"labels must be from 0 to {n - 1}, or ignore_index \(-100\); got {n}"):
