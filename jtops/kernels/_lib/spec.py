@@ -88,6 +88,7 @@ class Case:
     why: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Config | None = None
+    backward_kernels: int | None = None  # of a `small` case whose gradient adds another number of custom calls than the first's
     axes: str = ""  # of `small` and `meshed` cases: names of the operands' axes and the first result's, "b m n, n -> b m n"
 
     @property
@@ -154,6 +155,7 @@ class Spec:
     one_dtype: bool = False  # operands of several dtypes are refused
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     tuned: tuple[Case, ...] = ()  # sizes of models, the most valuable first: what `jtops.tune` begins with
+    launches: str = ""  # the op whose launches it makes, where that is another
     alike: str = ""  # an op that runs the same kernels: what that op is tested for at once, this one is in `make test-all`
     model: bool = False  # stands for all ops in those tests of the frame that run for some ops at once
 

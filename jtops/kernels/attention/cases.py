@@ -60,6 +60,7 @@ SPEC = Spec(
             _qkv(2, 6, 5, 4, 2, 16) | _bias(1, 4, 6, 5) | {"mask": mask((2, 1, 6, 5), 0.8), "sinks": normal((4,))},
             "a bias that the batch shares, a mask that the heads share, and sinks, as operands that every transform has to carry",
             {"softcap": 3.0, "alibi_slopes": (0.5, 0.25, 0.0, -0.125)},
+            backward_kernels=3,
             axes="b s 4 d, b t 2 d, b t 2 e, 1 4 s t, b 1 s t, 4 -> b s 4 e",
         ),
     ),
@@ -214,5 +215,6 @@ DOT_PRODUCT = Spec(
     forward_flops=lambda options, query, key, value, **_: _flops(options, query, key, value),
     backward_flops=lambda options, query, key, value, **_: 5 * _flops(options, query, key, value) // 2,
     one_dtype=True,
+    launches="flash_attention",
     alike="flash_attention",
 )
