@@ -181,6 +181,8 @@ def flash_attention(
     bias = None if bias is None else _table("bias", checks.array(_OP, "bias", bias), sizes, batch)
     mask = None if mask is None else _table("mask", checks.boolean(_OP, "mask", mask), sizes, batch)
     sinks, slopes = (_of_heads(name, x, sizes) for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)))
+    if slopes is not None and q.dtype != jnp.float64:  # Python's numbers are float64 where JAX has that
+        slopes = slopes.astype(jnp.float32)
     left, right = _window(window, sizes["s"] + sizes["t"])
     if not isinstance(causal, bool | np.bool_ | str) or causal not in (False, True, "top_left", "bottom_right"):
         raise ValueError(f'{_OP}: causal must be False, True, "top_left" or "bottom_right"; got {causal!r}.')
