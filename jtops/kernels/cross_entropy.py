@@ -7,7 +7,7 @@ whose loss does not count are not even read for it.
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from jtops.kernels._lib.rows.device import edges, lanes_of, load_row, row_start,
 from jtops.kernels._lib.spec import Case, Meshed, Spec, labels, normal
 
 _OP = "cross_entropy"
-_NONE, _IGNORED = -1, -2  # labels of rows that have none in range, and of those that do not count: all their results are 0
+# Labels of rows that have none in range, and of those that do not count, whose results are 0. Kernels write the numbers out.
+_NONE, _IGNORED = -1, -2
 
 
 # ----------------------------------------------------------------------------------------------------------------- kernels
@@ -216,9 +217,8 @@ def _backward(launch: Launch, operands, saved, cotangents):
     config, arguments = _choose(launch, operands, _backward_kernel, 4096, **read, **given)
     logits = arguments["logits_ptr"]
     r, n = logits.shape
-    blocks = cdiv((n + 2 * (arguments["VECTOR"] - 1)) // arguments["VECTOR"] * arguments["VECTOR"], config["BLOCK_N"])
     outputs = {"dlogits_ptr": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
-    grid = cdiv(r, config["BLOCK_M"]) * blocks
+    grid = cdiv(r, config["BLOCK_M"]) * cdiv(host.lanes(n, arguments["VECTOR"]), config["BLOCK_N"])
     got = launch(_backward_kernel, outputs=outputs, grid=grid, config=config, flops=5 * r * n, **arguments)
     return got["dlogits_ptr"], None
 
@@ -256,6 +256,26 @@ _rows = fused_op(
 )
 
 
+class _Options(TypedDict, total=False):
+    """The options that both forms of the call take besides `return_lse`."""
+
+    ignore_index: int | None
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    reduction: Literal["none", "sum", "mean"]
+    implementation: Implementation | None
+    config: Config | None
+
+
+@overload
+def cross_entropy(
+    logits: Array, labels: Any, weights: Array | None = None, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Array, Array]: ...
+@overload
+def cross_entropy(
+    logits: Array, labels: Any, weights: Array | None = None, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+) -> Array: ...
 def cross_entropy(
     logits: Float[Array, "*batch n"],
     labels: Int[Array, "*batch"],

@@ -23,3 +23,12 @@ with jtops.config.implementation("interpret"), jtops.config.flax_fallback("error
     jtops.softmax(x)
 jtops.config.implementation("cuda")  # wrong: arg-type
 jtops.config.launch("quick")  # wrong: arg-type
+
+labels = jnp.zeros(2, int)
+jtops.cross_entropy(x, labels).sum()
+loss, lse = jtops.cross_entropy(x, labels, return_lse=True)
+jtops.cross_entropy(x, labels, reduction="max")  # wrong: call-overload
+q = jnp.ones((1, 4, 2, 16))
+out, residual = jtops.dot_product_attention(q, q, q, return_residual=True)
+jtops.dot_product_attention(q, q, q, is_causal=True).sum()
+jtops.dot_product_attention(q, q, q, implementation="flash")  # wrong: call-overload

@@ -1,6 +1,6 @@
 """``jax.nn.dot_product_attention`` by `flash_attention`."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,40 @@ from jtops.kernels.attention.op import flash_attention
 _OP = "dot_product_attention"
 
 
+class _Options(TypedDict, total=False):
+    """The options that both forms of the call take besides `return_residual`."""
+
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: Array | None
+    key_value_seq_lengths: Array | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Implementation | Literal["cudnn"] | None
+    config: Config | None
+
+
+@overload
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Array, Array]: ...
+@overload
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Array: ...
 def dot_product_attention(
     query: Float[Array, "*b s h d"],
     key: Float[Array, "*b t g d"],

@@ -43,6 +43,11 @@ def vector(r: int, n: int, itemsize: int, room: float = math.inf) -> int:
     return size if n % size and r * n % size == 0 and 4 * size <= n <= room - size + 1 else 1
 
 
+def lanes(n: int, vector: int) -> int:
+    """The most lanes that a row has, as `lanes_of` says in kernels: whole vectors, and those before its begin."""
+    return cdiv(n + vector - 1, vector) * vector
+
+
 def launched(config: Config, *lacking: str) -> Config:
     """What kernels take of a config: no PROGRAMS, which the grid has, nor `lacking`; one tile on its way unless it says more."""
     settings = config.without("PROGRAMS", *lacking).kwargs
@@ -75,7 +80,7 @@ def clustered(config: Config, lanes: int, programs: int) -> dict[str, Any]:
 
 def long_rows(config: Config, r: int, n: int, vector: int = 1) -> dict[str, Any]:
     """The arguments of a kernel that shares r rows of n elements, shifted if `vector` is more than 1, and the launch's grid."""
-    blocks = cdiv(cdiv(n + vector - 1, vector) * vector, config["BLOCK_N"])
+    blocks = cdiv(lanes(n, vector), config["BLOCK_N"])
     each = cdiv(blocks, max(1, (config["PROGRAMS"] or r * blocks) // r))
     splits = cdiv(blocks, each)
     return {
